@@ -1,0 +1,1 @@
+"""The engine core: one plain loop that schedules, executes, samples and updates."""

@@ -1,0 +1,1 @@
+"""The control plane over N devices: one Executor, one Worker per device."""

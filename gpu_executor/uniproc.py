@@ -1,0 +1,76 @@
+"""UniprocExecutor: one worker inside the core process."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from protos.config import EngineConfig
+    from protos.step import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+T = TypeVar("T")
+
+
+class SingleWorker(Protocol):
+    """What a worker offers."""
+
+    def load(self, report: Callable[[int, int], None]) -> WorkerInfo: ...
+    def execute(self, step: SchedulerOutput) -> None: ...
+    def sample(self) -> ModelRunnerOutput: ...
+
+
+def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> SingleWorker:
+    if config.model.model == "null":
+        from gpu_executor.null import NullWorker
+
+        return NullWorker(config)
+    from gpu_executor.worker import Worker
+
+    return Worker(config, eos_token_ids)
+
+
+class UniprocExecutor:
+    """Calls the worker directly when one step is in flight at a time, else on a thread of its own."""
+
+    def __init__(
+        self, config: EngineConfig, eos_token_ids: tuple[int, ...], worker: SingleWorker | None = None
+    ) -> None:
+        self._worker = worker or make_worker(config, eos_token_ids)
+        self._thread: ThreadPoolExecutor | None = None
+        self._forward: Future[None] | None = None
+
+    def start(self, report: Callable[[int, int], None]) -> WorkerInfo:
+        info = self._worker.load(report)
+        if info.max_steps_in_flight > 1:
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        return info
+
+    def execute(self, step: SchedulerOutput) -> None:
+        self._forward = self._submit(lambda: self._worker.execute(step))
+
+    def sample(self) -> Future[ModelRunnerOutput]:
+        forward, self._forward = self._forward, None
+        assert forward is not None, "sample without execute"
+
+        def run() -> ModelRunnerOutput:
+            forward.result()
+            return self._worker.sample()
+
+        return self._submit(run)
+
+    def _submit(self, run: Callable[[], T]) -> Future[T]:
+        if self._thread is not None:
+            return self._thread.submit(run)
+        future: Future[T] = Future()
+        try:
+            future.set_result(run())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)

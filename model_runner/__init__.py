@@ -1,0 +1,1 @@
+"""One device: a step in, tokens out."""

@@ -1,0 +1,1 @@
+"""Every message that crosses a process border: network schema, pipe structs, config, errors, codec."""

@@ -1,0 +1,99 @@
+"""The error tree: what can go wrong for a caller, and how it is told over gRPC.
+
+Each class carries its gRPC status by name (so that nothing here needs grpc), a stable
+machine-readable reason, and whether the same request may succeed when sent again.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class TailraceError(Exception):
+    """Base of everything we raise on purpose. `str(error)` is safe to show to the caller."""
+
+    status: ClassVar[str] = "INTERNAL"
+    reason: ClassVar[str] = "INTERNAL"
+
+
+class InvalidRequestError(TailraceError):
+    """The caller's input cannot be served as it is. `field` is its path in the request message."""
+
+    status = "INVALID_ARGUMENT"
+    reason = "INVALID_REQUEST"
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+        self.description = message
+
+
+class UnsupportedFeatureError(InvalidRequestError):
+    """The field is part of the API, but this server does not offer it."""
+
+    status = "UNIMPLEMENTED"
+    reason = "UNSUPPORTED_FEATURE"
+
+
+class ModelNotFoundError(TailraceError):
+    """The request names a model this server does not serve."""
+
+    status = "NOT_FOUND"
+    reason = "MODEL_NOT_FOUND"
+
+
+class DuplicateRequestError(TailraceError):
+    """A live request already has this id."""
+
+    status = "ALREADY_EXISTS"
+    reason = "DUPLICATE_REQUEST_ID"
+
+
+class OverloadedError(TailraceError):
+    """The server cannot take the request now. `retry_after` is in seconds."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "OVERLOADED"
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueTimeoutError(OverloadedError):
+    """The request waited longer for admission than it allowed."""
+
+    reason = "QUEUE_TIMEOUT"
+
+
+class DeadlineError(TailraceError):
+    """The caller's deadline has passed, or can no longer be met."""
+
+    status = "DEADLINE_EXCEEDED"
+    reason = "DEADLINE"
+
+
+class UnavailableError(TailraceError):
+    """The server is draining; another replica can serve the request."""
+
+    status = "UNAVAILABLE"
+    reason = "DRAINING"
+
+
+class CoreDiedError(UnavailableError):
+    """The core process ended while the request was live."""
+
+    reason = "CORE_DIED"
+
+
+class RequestFailedError(TailraceError):
+    """The engine failed this request; others go on."""
+
+    reason = "REQUEST_FAILED"
+
+
+class StartupError(TailraceError):
+    """The engine could not start. The text is one line: the root cause and, where known, the fix."""
+
+    status = "UNAVAILABLE"
+    reason = "STARTUP"

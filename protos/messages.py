@@ -1,0 +1,210 @@
+"""Messages between a front end and a core: requests down, columns of tokens up.
+
+Handles are numbers a front end gives its requests; a core tells front ends apart by their
+connection, so equal handles of two front ends never meet. Times are relative seconds: the two
+ends need not share a clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+from protos.config import EngineConfig
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended. Below 100: the public reasons, with their numbers in `tailrace.v1`.
+    From 100: failures, which become a gRPC status."""
+
+    EOS = 1
+    STOP_TOKEN = 2
+    STOP_STRING = 3
+    MAX_TOKENS = 4
+    CONTEXT_FULL = 5
+    TIME_LIMIT = 6
+    ABORTED = 7
+    DEADLINE = 100
+    QUEUE_TIMEOUT = 101
+    ERROR = 102
+
+    @property
+    def is_failure(self) -> bool:
+        return self >= 100
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """What the device needs to draw a request's tokens; every default is filled in."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+# Front end to core ---------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
+    """First message: how to run."""
+
+    config: EngineConfig
+    eos_token_ids: tuple[int, ...]
+
+
+class EngineCoreRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
+    """One sequence to continue. Token ids are little-endian int32 bytes."""
+
+    handle: int
+    prompt_token_ids: bytes
+    sampling: Sampling
+    max_tokens: int
+    """Output tokens at most, `output_token_ids` included."""
+    output_token_ids: bytes = b""
+    """Output made earlier, elsewhere or before a break: prefilled, counted as output, not sent again."""
+    priority: int = 0
+    cache_salt: str = ""
+    bypass_cache: bool = False
+    deadline: float | None = None
+    """Seconds until the caller gives up; the request then fails."""
+    time_limit: float | None = None
+    """Seconds until the output ends with what there is."""
+    queue_timeout: float | None = None
+    """Seconds the request may wait for admission."""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
+    """Ends requests; unknown handles are ignored."""
+
+    handles: list[int]
+
+
+ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress"]
+
+
+class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
+    """One of a closed set of commands, answered by a ControlReply.
+
+    pause: admit nothing more, finish what runs. freeze: schedule nothing. resume: undo both.
+    reset_prefix_cache: forget all cached blocks; answers [0] while one is in use, else [1].
+    progress: of the request `argument`: [requests ahead in the queue, prompt tokens computed].
+    """
+
+    call_id: int
+    op: ControlOp
+    argument: int = 0
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping", array_like=True):
+    """Asks the main loop for a Pong: silence then means a hung step."""
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown", array_like=True):
+    """Asks the core to leave."""
+
+
+# Core to front end ---------------------------------------------------------------------------
+
+
+class LoadProgress(msgspec.Struct, frozen=True, tag="loading", array_like=True):
+    """How far the weights are, in bytes."""
+
+    done: int
+    total: int
+
+
+class CoreReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
+    """The engine can serve; what it turned out to hold."""
+
+    max_model_len: int
+    kv_capacity_tokens: int
+    block_size: int
+    max_num_seqs: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    kv_cache_bytes: int
+
+
+class CoreFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
+    """Last message of a core that cannot go on: the root cause in one line."""
+
+    message: str
+
+
+class Admitted(msgspec.Struct, frozen=True, array_like=True):
+    """A request was scheduled for the first time."""
+
+    handle: int
+    cached_tokens: int
+    queue_seconds: float
+
+
+class Finished(msgspec.Struct, frozen=True, array_like=True):
+    """A request is over. Sent once for each that was added."""
+
+    handle: int
+    reason: FinishReason
+    stop_token_id: int = -1
+    """The end-of-sequence token or stop id that ended it, else -1."""
+    cached_tokens: int = 0
+    preemptions: int = 0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    message: str = ""
+    """For failures: what to tell the caller."""
+
+
+class CoreStats(msgspec.Struct, frozen=True, array_like=True):
+    """Gauges and, from `prompt_tokens` on, totals since start."""
+
+    running: int
+    waiting: int
+    kv_usage: float
+    """Fraction of the KV blocks in use, in [0, 1]."""
+    steps_in_flight: int
+    prompt_tokens: int
+    output_tokens: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    preemptions: int
+    steps: int
+    aborted_tokens: int
+    """Tokens computed for requests that were then aborted."""
+
+
+class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
+    """What one step brought for one front end, in columns.
+
+    `handles` is int64 and `token_ids` int32, little-endian, parallel: one new token each. A
+    request is in `admitted` before its first token and in `finished` with or after its last.
+    """
+
+    handles: bytes = b""
+    token_ids: bytes = b""
+    admitted: list[Admitted] = []
+    finished: list[Finished] = []
+    stats: CoreStats | None = None
+
+
+class ControlReply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
+    """Answer to a Control."""
+
+    call_id: int
+    result: list[int]
+
+
+class Pong(msgspec.Struct, frozen=True, tag="pong", array_like=True):
+    """Answer to a Ping, from the main loop between two steps."""
+
+
+ToCore = Hello | EngineCoreRequest | Abort | Control | Ping | Shutdown
+ToFrontEnd = LoadProgress | CoreReady | CoreFailed | EngineCoreOutputs | ControlReply | Pong

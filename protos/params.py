@@ -1,0 +1,87 @@
+"""How one request is continued: the parameters a caller chooses."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from protos.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 256
+TEMPERATURE_GREEDY = 1e-5
+"""Temperatures below this are greedy: dividing logits by them would overflow float32."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters of one request. None means the default of the model or the server."""
+
+    temperature: float | None = None
+    """0 is greedy. Default: the model's generation config, else 1."""
+    top_p: float | None = None
+    """Smallest set of tokens whose probability reaches this, in (0, 1]. Default: the model's, else 1."""
+    top_k: int | None = None
+    """The k likeliest tokens (ties with the k-th stay); 0 keeps all. Default: the model's, else 0."""
+    min_p: float | None = None
+    """Tokens at least this fraction as likely as the likeliest, in [0, 1]. Default: 0."""
+    seed: int | None = None
+    """Draws depend on (seed, position) alone. None draws a seed, which the result tells."""
+    max_tokens: int | None = None
+    """Output tokens at most. None runs to the end of the context."""
+    min_tokens: int = 0
+    """No end-of-sequence token, stop id or stop string before this many output tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output, matched across token borders."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the output."""
+    include_match: bool = False
+    """Keep the matched stop string or stop token in the output."""
+    ignore_eos: bool = False
+    """Go on past the model's own end-of-sequence tokens."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    time_limit: float | None = None
+    """Seconds after which the output ends with what there is."""
+
+    def verify(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError, with the path of the field in `GenerationSpec`, for values out of bounds."""
+        for name, value, low, high in (
+            ("sampling.temperature", self.temperature, 0.0, 100.0),
+            ("sampling.min_p", self.min_p, 0.0, 1.0),
+            ("stop.time_limit", self.time_limit, 0.0, math.inf),
+        ):
+            if value is not None and not low <= value <= high:
+                raise InvalidRequestError(name, f"must be in [{low:g}, {high:g}], not {value}")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise InvalidRequestError("sampling.top_p", f"must be in (0, 1], not {self.top_p}")
+        if self.top_k is not None and self.top_k < 0:
+            raise InvalidRequestError("sampling.top_k", f"must not be negative, not {self.top_k}")
+        if self.seed is not None and not 0 <= self.seed < 1 << 64:
+            raise InvalidRequestError("sampling.seed", f"must fit 64 bits without a sign, not {self.seed}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidRequestError("stop.max_tokens", f"must be at least 1, not {self.max_tokens}")
+        if self.min_tokens < 0:
+            raise InvalidRequestError("stop.min_tokens", f"must not be negative, not {self.min_tokens}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(
+                "stop.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"
+            )
+        self._verify_stops(vocab_size)
+
+    def _verify_stops(self, vocab_size: int) -> None:
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError("stop.strings", f"at most {MAX_STOP_STRINGS} are allowed, not {len(self.stop)}")
+        for string in self.stop:
+            if not 0 < len(string) <= MAX_STOP_STRING_LENGTH:
+                raise InvalidRequestError(
+                    "stop.strings", f"each needs 1 to {MAX_STOP_STRING_LENGTH} characters, not {len(string)}"
+                )
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidRequestError(
+                "stop.token_ids", f"at most {MAX_STOP_TOKEN_IDS} are allowed, not {len(self.stop_token_ids)}"
+            )
+        for token_id in self.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError("stop.token_ids", f"{token_id} is outside the vocabulary of {vocab_size}")

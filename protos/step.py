@@ -1,0 +1,75 @@
+"""Messages between the core and its workers: what one step computes, and what came of it.
+
+A worker keeps a persistent batch of rows; only what changes travels. A row belongs to one request
+from its NewRow until another NewRow takes it. Steps are carried out in the order they are sent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from protos.messages import Sampling
+
+Ints = Annotated[npt.NDArray[np.int32], "one entry per scheduled row unless said otherwise"]
+EMPTY = np.zeros(0, np.int32)
+NULL_BLOCK = 0
+"""Block that holds nothing: padding and out-of-window entries of a block table name it."""
+
+
+class NewRow(msgspec.Struct, frozen=True):
+    """A request enters a row, for the first time or after a preemption."""
+
+    row: int
+    token_ids: npt.NDArray[np.int32]
+    """All tokens known: the prompt, and the output there is."""
+    num_prompt_tokens: int
+    block_ids: list[int]
+    sampling: Sampling
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True):
+    """One step. Parallel arrays name the scheduled rows in batch order."""
+
+    step_id: int
+    rows: Ints
+    starts: Ints
+    """Position of the first token to compute: everything before it is in the KV cache or in flight."""
+    counts: Ints
+    """Tokens to compute from there, at least 1."""
+    samples: npt.NDArray[np.bool_]
+    """Whether the row's last token here is its last known one, so that the next is drawn."""
+    new_rows: list[NewRow] = []
+    block_rows: Ints = EMPTY
+    """Rows that get more blocks, in order; a row may occur more than once. Not parallel to `rows`."""
+    block_ids: Ints = EMPTY
+    """The blocks, parallel to `block_rows`; each is appended to its row's table."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.counts.sum())
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True):
+    """What a step drew: one token id per row whose `samples` was true, in batch order."""
+
+    step_id: int
+    token_ids: Ints
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """What the workers turned out to hold, after loading."""
+
+    num_blocks: int
+    """KV blocks, the null block included."""
+    max_model_len: int
+    vocab_size: int
+    dtype: str
+    device: str
+    weight_bytes: int
+    kv_cache_bytes: int
+    max_steps_in_flight: int
+    """Steps that may be scheduled ahead of their results."""

@@ -1,0 +1,1 @@
+"""Generated stubs of the public gRPC API, one package per version."""

@@ -1,0 +1,1 @@
+"""Generated stubs of `tailrace.v1`; regenerate with `make protos`."""
