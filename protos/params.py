@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from protos.errors import InvalidRequestError
 
@@ -18,32 +20,37 @@ TEMPERATURE_GREEDY = 1e-5
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of one request. None means the default of the model or the server."""
 
-    temperature: float | None = None
-    """0 is greedy. Default: the model's generation config, else 1."""
-    top_p: float | None = None
-    """Smallest set of tokens whose probability reaches this, in (0, 1]. Default: the model's, else 1."""
-    top_k: int | None = None
-    """The k likeliest tokens (ties with the k-th stay); 0 keeps all. Default: the model's, else 0."""
-    min_p: float | None = None
-    """Tokens at least this fraction as likely as the likeliest, in [0, 1]. Default: 0."""
-    seed: int | None = None
-    """Draws depend on (seed, position) alone. None draws a seed, which the result tells."""
-    max_tokens: int | None = None
-    """Output tokens at most. None runs to the end of the context."""
-    min_tokens: int = 0
-    """No end-of-sequence token, stop id or stop string before this many output tokens."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the output, matched across token borders."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Ids that end the output."""
-    include_match: bool = False
-    """Keep the matched stop string or stop token in the output."""
-    ignore_eos: bool = False
-    """Go on past the model's own end-of-sequence tokens."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
-    time_limit: float | None = None
-    """Seconds after which the output ends with what there is."""
+    temperature: Annotated[float | None, Meta(description="0 is greedy; default: the model's, else 1")] = None
+    top_p: Annotated[
+        float | None,
+        Meta(
+            description="the likeliest tokens that together reach this probability, in (0, 1]; default: 1"
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        Meta(description="the k likeliest tokens, and ties with the k-th; 0 keeps all; default: the model's, else 0"),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        Meta(description="only tokens this fraction as likely as the likeliest, in [0, 1]; default: 0"),
+    ] = None
+    seed: Annotated[
+        int | None,
+        Meta(description="draws depend on (seed, position) alone; default: a new one, which is told"),
+    ] = None
+    max_tokens: Annotated[int | None, Meta(description="output tokens at most; default: the rest of the context")] = (
+        None
+    )
+    min_tokens: Annotated[int, Meta(description="no end of sequence, stop id or stop string before so many tokens")] = 0
+    stop: Annotated[tuple[str, ...], Meta(description="strings that end the output, matched across token borders")] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Meta(description="ids that end the output")] = ()
+    include_match: Annotated[bool, Meta(description="keep the matched stop string or token in the output")] = False
+    ignore_eos: Annotated[bool, Meta(description="go on past the model's own end-of-sequence tokens")] = False
+    skip_special_tokens: Annotated[bool, Meta(description="leave special tokens out of the text")] = True
+    time_limit: Annotated[
+        float | None, Meta(description="seconds after which the output ends with what there is; default: none")
+    ] = None
 
     def verify(self, vocab_size: int) -> None:
         """Raises InvalidRequestError, with the path of the field in `GenerationSpec`, for values out of bounds."""

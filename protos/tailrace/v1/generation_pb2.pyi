@@ -32,7 +32,7 @@ FINISH_REASON_ABORTED: FinishReason
 FINISH_REASON_CONSTRAINT_DONE: FinishReason
 
 class GenerationSpec(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "resume_from", "sampling", "stop", "constraint", "output", "scheduling", "num_sequences")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "resume_from", "sampling", "stop", "constraint", "output", "scheduling", "num_sequences", "resume_text_bytes")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GenerationSpec(_message.Message):
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SCHEDULING_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -57,7 +58,8 @@ class GenerationSpec(_message.Message):
     output: OutputOptions
     scheduling: SchedulingOptions
     num_sequences: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., resume_from: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., num_sequences: _Optional[int] = ...) -> None: ...
+    resume_text_bytes: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., resume_from: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., num_sequences: _Optional[int] = ..., resume_text_bytes: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

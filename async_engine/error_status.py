@@ -1,0 +1,47 @@
+"""Errors of ours as google.rpc.Status: the code, a stable reason, and the details a client can act on."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import TYPE_CHECKING
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from protos.errors import InvalidRequestError, OverloadedError, TailraceError, UnavailableError
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+logger = logging.getLogger(__name__)
+
+DOMAIN = "tailrace"
+RESTART_SECONDS = 1.0
+"""After which a client may try a server that is going away, or another one, again."""
+
+
+def to_status(error: TailraceError, request_id: str = "") -> status_pb2.Status:
+    """ErrorInfo always; BadRequest with the field, RetryInfo and RequestInfo where they apply."""
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
+    if isinstance(error, InvalidRequestError):
+        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.description)
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, OverloadedError | UnavailableError):
+        retry = error_details_pb2.RetryInfo()
+        seconds = error.retry_after if isinstance(error, OverloadedError) else RESTART_SECONDS
+        retry.retry_delay.FromMilliseconds(int(seconds * 1000))
+        details.append(retry)
+    if request_id:
+        details.append(error_details_pb2.RequestInfo(request_id=request_id))
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    for detail in details:
+        status.details.add().Pack(detail)
+    return status
+
+
+def hide_error(error: Exception) -> TailraceError:
+    """What the caller is told of an error we did not expect: an id, under which the log has the rest."""
+    error_id = uuid.uuid4().hex
+    logger.error("unexpected error %s", error_id, exc_info=error)
+    return TailraceError(f"internal error {error_id}")

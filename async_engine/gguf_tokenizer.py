@@ -1,0 +1,124 @@
+"""GGUFTokenizer: a byte-level BPE tokenizer built from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+"""Of tokenizer.ggml.token_type; the other kinds are plain vocabulary."""
+
+
+class GGUFTokenizer(NamedTuple):
+    """What a GGUF file says about tokenizing. Strings are empty where it says nothing."""
+
+    backend: Tokenizer
+    chat_template: str
+    bos_token: str
+    eos_token: str
+    add_bos: bool
+    add_eos: bool
+
+
+class _Splitting(NamedTuple):
+    """How a family of models cuts text into words before byte-pair encoding."""
+
+    pattern: str | None = None
+    """One match is one word; None is GPT-2's own pattern, which ByteLevel has built in."""
+    digits: bool = False
+    """Every digit is a word of its own, before anything else."""
+    composed: bool = False
+    """Text is brought to Unicode's composed form (NFC) first."""
+    whole_words: bool = False
+    """A word that is a token is taken as it is, whatever the merges say."""
+    adds_bos: bool = False
+    """Default for files that do not say whether a prompt starts with the bos token."""
+
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|"
+_PUNCTUATION_AND_SPACE = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA_3 = _Splitting(_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _PUNCTUATION_AND_SPACE, whole_words=True, adds_bos=True)
+_SPLITTINGS = {
+    "default": _Splitting(),
+    "gpt-2": _Splitting(),
+    "phi-2": _Splitting(),
+    "smollm": _Splitting(digits=True),
+    "starcoder": _Splitting(digits=True),
+    "refact": _Splitting(digits=True),
+    "llama-bpe": _LLAMA_3,
+    "llama3": _LLAMA_3,
+    "llama-v3": _LLAMA_3,
+    "qwen2": _Splitting(_CONTRACTIONS + _WORDS + r"\p{N}" + _PUNCTUATION_AND_SPACE, composed=True),
+    "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
+}
+"""By tokenizer.ggml.pre."""
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
+    """Builds the tokenizer; None if it is of a kind not known here.
+
+    Raises KeyError, ValueError or the library's plain Exception for metadata that contradicts itself.
+    """
+    splitting = _SPLITTINGS.get(metadata.get("tokenizer.ggml.pre", "default"))
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or splitting is None:
+        return None
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+
+    def special(name: str) -> str:
+        token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return "" if token_id is None else tokens[token_id]
+
+    return GGUFTokenizer(
+        backend=_backend(metadata, tokens, splitting),
+        chat_template=metadata.get("tokenizer.chat_template", ""),
+        bos_token=special("bos"),
+        eos_token=special("eos"),
+        add_bos=metadata.get("tokenizer.ggml.add_bos_token", splitting.adds_bos),
+        add_eos=metadata.get("tokenizer.ggml.add_eos_token", False),
+    )
+
+
+def _backend(metadata: Mapping[str, Any], tokens: list[str], splitting: _Splitting) -> Tokenizer:
+    kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
+    # Unused entries pad the vocabulary to a round size; no text has them and they have no text.
+    vocabulary = {
+        token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
+    }
+    merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
+    if splitting.composed:
+        backend.normalizer = normalizers.NFC()
+    words: list[pre_tokenizers.PreTokenizer] = []
+    if splitting.digits:
+        words.append(pre_tokenizers.Digits(individual_digits=True))
+    if splitting.pattern is not None:
+        words.append(pre_tokenizers.Split(Regex(splitting.pattern), "isolated"))
+    words.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(words)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(_added(tokens, kinds, _CONTROL))
+    backend.add_tokens(_added(tokens, kinds, _USER_DEFINED))
+    return backend
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, right = merge.split(" ")
+    return left, right
+
+
+def _added(tokens: list[str], kinds: list[int], kind: int) -> list[AddedToken]:
+    return [
+        AddedToken(token, normalized=False, special=kind == _CONTROL)
+        for token, its_kind in zip(tokens, kinds, strict=True)
+        if its_kind == kind
+    ]

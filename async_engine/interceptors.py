@@ -1,0 +1,71 @@
+"""The one place where an exception of a handler becomes a gRPC status."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+
+from async_engine.error_status import hide_error, to_status
+from protos.errors import TailraceError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+OUR_METHODS = "/tailrace."
+STATUS_DETAILS = "grpc-status-details-bin"
+MAX_MESSAGE_LENGTH = 1024
+"""Of a status text: it travels in a header, whose size peers limit."""
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Maps our errors to statuses with details, and hides all others behind an id that the log explains.
+
+    Handlers must be coroutines (streams by `context.write`), not async generators: then this costs
+    nothing per message.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith(OUR_METHODS):
+            return handler
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behavior = getattr(handler, kind)
+            if behavior is not None:
+                make = getattr(grpc, f"{kind}_rpc_method_handler")
+                wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+                    _guard(behavior),
+                    request_deserializer=handler.request_deserializer,
+                    response_serializer=handler.response_serializer,
+                )
+                return wrapped
+        raise AssertionError("a handler without behavior")
+
+
+def _guard(behavior: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except TailraceError as error:
+            status = to_status(error)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            if context.cancelled() or context.done():
+                raise  # the caller left: writing to it failed, and nobody hears what we say
+            status = to_status(hide_error(error))
+        await context.abort(
+            _code(status.code),
+            status.message[:MAX_MESSAGE_LENGTH],
+            trailing_metadata=((STATUS_DETAILS, status.SerializeToString()),),
+        )
+
+    return guarded
+
+
+def _code(number: int) -> grpc.StatusCode:
+    return next(code for code in grpc.StatusCode if code.value[0] == number)

@@ -1,0 +1,112 @@
+"""Prometheus metrics: fed by the core's statistics and by each request's end, never by a token."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from protos.errors import StartupError
+
+if TYPE_CHECKING:
+    from async_engine.async_llm import AsyncLLM
+    from async_engine.request_state import RequestState
+    from protos.messages import CoreStats, Finished
+
+SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+TOKENS = (1, 8, 32, 128, 512, 2048, 8192, 32768, 131072)
+
+# Name and help of each gauge and counter, by the CoreStats field it shows.
+_GAUGES = {
+    "running": "Requests in the running batch.",
+    "waiting": "Requests waiting for admission.",
+    "kv_usage": "Fraction of the KV blocks in use.",
+    "steps_in_flight": "Steps issued whose result is not back.",
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of admitted requests.",
+    "output_tokens": "Tokens drawn.",
+    "prefix_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_hits": "Prompt tokens found in the prefix cache.",
+    "preemptions": "Times a request lost its memory.",
+    "steps": "Engine steps issued.",
+    "aborted_tokens": "Tokens computed for requests that were aborted.",
+}
+
+
+class Metrics:
+    """One registry per engine."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self.registry = CollectorRegistry()
+        self._llm = llm
+        self._gauges = {name: self._gauge(f"tailrace_{name}", text) for name, text in _GAUGES.items()}
+        self._counters = {
+            name: Counter(f"tailrace_{name}", text, registry=self.registry) for name, text in _COUNTERS.items()
+        }
+        self._totals = dict.fromkeys(_COUNTERS, 0)
+        live = self._gauge("tailrace_live_requests", "Requests the front end knows.")
+        live.set_function(lambda: llm.num_live)
+        silence = self._gauge("tailrace_core_silent_seconds", "Since the core was last heard of: its step's age.")
+        silence.set_function(lambda: llm.core.silent_seconds)
+        self._finished = Counter(
+            "tailrace_requests_finished", "Requests that are over.", ["reason"], registry=self.registry
+        )
+        self._ttft = self._histogram("tailrace_time_to_first_token_seconds", "Arrival to first token.", SECONDS)
+        self._e2e = self._histogram("tailrace_e2e_request_latency_seconds", "Arrival to end.", SECONDS)
+        self._inter_token = self._histogram(
+            "tailrace_inter_token_latency_seconds", "Mean time between tokens of a request.", SECONDS
+        )
+        self._queue = self._histogram("tailrace_request_queue_seconds", "Arrival to admission.", SECONDS)
+        self._prefill = self._histogram("tailrace_request_prefill_seconds", "Admission to first token.", SECONDS)
+        self._decode = self._histogram("tailrace_request_decode_seconds", "First token to end.", SECONDS)
+        self._prompt = self._histogram("tailrace_request_prompt_tokens", "Prompt tokens of a request.", TOKENS)
+        self._output = self._histogram("tailrace_request_output_tokens", "Output tokens of a request.", TOKENS)
+        llm.on_end.append(self._ended)
+        llm.on_stats.append(self._stats)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self.registry)
+
+    def _stats(self, stats: CoreStats) -> None:
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(stats, name))
+        for name, counter in self._counters.items():
+            total = getattr(stats, name)
+            counter.inc(total - self._totals[name])
+            self._totals[name] = total
+
+    def _ended(self, state: RequestState, finished: Finished) -> None:
+        reason = state.finish.reason if state.finish is not None else finished.reason
+        self._finished.labels(reason.name.lower()).inc()
+        now = time.monotonic()
+        self._e2e.observe(now - state.arrival_time)
+        self._queue.observe(finished.queue_seconds)
+        self._prompt.observe(state.prompt_tokens)
+        self._output.observe(state.output_tokens)
+        if state.first_token_time:
+            self._ttft.observe(state.first_token_time - state.arrival_time)
+            self._prefill.observe(finished.prefill_seconds)
+            self._decode.observe(finished.decode_seconds)
+            if state.drawn_tokens > 1:
+                self._inter_token.observe(finished.decode_seconds / (state.drawn_tokens - 1))
+
+
+class MetricsServer:
+    """Serves a registry over HTTP at /metrics, on a thread of its own."""
+
+    def __init__(self, address: str, registry: CollectorRegistry) -> None:
+        host, _, port = address.rpartition(":")
+        try:
+            self._server, self._thread = start_http_server(int(port), host or "0.0.0.0", registry)
+        except (OSError, ValueError, OverflowError) as error:
+            raise StartupError(f"cannot serve metrics on {address}: {error}; choose another --metrics-listen") from None
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

@@ -1,0 +1,99 @@
+"""Request: the scheduler's mutable view of one sequence."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from core_proc.block_hash import chain_root, extend_chain
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from protos.messages import EngineCoreRequest
+
+
+class State(Enum):
+    WAITING = auto()
+    """Queued, for the first time or after a preemption."""
+    RUNNING = auto()
+    """Holds a row and blocks."""
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """While it runs, its lengths and tokens live in the columns of `Rows`; while it waits, in `token_ids`."""
+
+    client: int
+    handle: int
+    arrival: int
+    """Number of the request in order of arrival: breaks ties of priority."""
+    arrival_time: float
+    params: EngineCoreRequest
+    token_ids: npt.NDArray[np.int32]
+    """All tokens known: prompt and output. Stale while RUNNING."""
+    num_prompt_tokens: int
+    max_len: int
+    """Length of prompt + output at which it ends."""
+    hash_root: bytes
+    block_hashes: list[bytes]
+    """Chain hashes of the full blocks of known tokens, as far as they were computed; at least the prompt's."""
+
+    state: State = State.WAITING
+    row: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_published: int = 0
+    """Leading blocks that were offered to the prefix cache."""
+    last_step: int = -1
+    """Number of the last step that computed some of it."""
+    dropped_step: int = -1
+    """Results of steps up to this one are ignored."""
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    admitted_time: float = -math.inf
+    first_token_time: float = -math.inf
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Order of service: priority, then arrival. Smaller is served first and preempted last."""
+        return (self.params.priority, self.arrival)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens to compute before it can draw its next one; meaningful while it waits."""
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.client}/{self.handle}, {self.state.name}, row={self.row}, "
+            f"prompt={self.num_prompt_tokens}, blocks={len(self.block_ids)}, last_step={self.last_step})"
+        )
+
+
+def make_request(message: EngineCoreRequest, client: int, block_size: int, max_model_len: int, now: float) -> Request:
+    """The scheduler's view of a message, its prompt hashed: all that can be done off the main loop.
+
+    `arrival` is given when it is queued.
+    """
+    prompt = np.frombuffer(message.prompt_token_ids, "<i4")
+    token_ids = np.concatenate([prompt, np.frombuffer(message.output_token_ids, "<i4")])
+    request = Request(
+        client=client,
+        handle=message.handle,
+        arrival=-1,
+        arrival_time=now,
+        params=message,
+        token_ids=token_ids,
+        num_prompt_tokens=len(prompt),
+        max_len=min(len(prompt) + message.max_tokens, max_model_len),
+        hash_root=chain_root([("salt", message.cache_salt)]),
+        block_hashes=[],
+    )
+    if not message.bypass_cache:
+        extend_chain(request.block_hashes, request.hash_root, token_ids, block_size)
+    return request

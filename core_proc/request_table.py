@@ -1,0 +1,152 @@
+"""RequestTable: every request of the core, and the changes of state they go through.
+
+add ──► WAITING ──start──► RUNNING ──finish──► FINISHED
+           ▲                  │                   ▲
+           └────── preempt ───┘                   │
+           └───────────── finish ─────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from core_proc.events import EventLog
+from core_proc.request import Request, State
+from core_proc.request_queue import RequestQueue
+from core_proc.rows import Rows
+from core_proc.timers import Timers
+from protos.messages import Admitted, CoreStats, Finished, FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from core_proc.kv_cache import KVCache
+
+
+class RequestTable:
+    """The only place where a request enters or leaves the queue, a row or its blocks."""
+
+    def __init__(self, num_rows: int, max_model_len: int, kv_cache: KVCache, clock: Callable[[], float]) -> None:
+        self.rows = Rows(num_rows, max_model_len, kv_cache.block_size)
+        self.waiting = RequestQueue()
+        self.kv_cache = kv_cache
+        self.events = EventLog()
+        self.timers = Timers()
+        self._clock = clock
+        self._requests: dict[tuple[int, int], Request] = {}
+        self._num_arrived = 0
+        self._prompt_tokens = 0
+        self._prefix_queries = 0
+        self._prefix_hits = 0
+        self._preemptions = 0
+        self._aborted_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"RequestTable(running={len(self.rows)}, waiting={len(self.waiting)}, {self.kv_cache.pool})"
+
+    def get(self, client: int, handle: int) -> Request | None:
+        """A live request."""
+        return self._requests.get((client, handle))
+
+    def add(self, request: Request) -> None:
+        """Queues a new request."""
+        key = (request.client, request.handle)
+        assert key not in self._requests, f"handle {key} is in use"
+        request.arrival = self._num_arrived
+        self._num_arrived += 1
+        self._requests[key] = request
+        self.timers.add(request)
+        self.waiting.push(request)
+
+    def start(self, request: Request, num_cached: int, now: float) -> int:
+        """WAITING to RUNNING, with `num_cached` tokens in the blocks it holds already; returns the row."""
+        self.waiting.remove(request)
+        request.state = State.RUNNING
+        if request.admitted_time == -math.inf:
+            request.admitted_time = now
+            request.num_cached_tokens = num_cached
+            self._prompt_tokens += request.num_prompt_tokens
+            self._prefix_queries += request.num_waiting_tokens
+            self._prefix_hits += num_cached
+            self.events.admitted(request.client, Admitted(request.handle, num_cached, now - request.arrival_time))
+        return self.rows.enter(request, num_cached)
+
+    def preempt(self, request: Request, dropped_step: int = -1) -> None:
+        """RUNNING to WAITING: gives up row and blocks, and will be computed anew.
+
+        Tokens of it that are still in flight are kept, except those of steps up to `dropped_step`, which were
+        drawn from something false.
+        """
+        self._leave_row(request, publish=dropped_step < 0)
+        request.state = State.WAITING
+        request.dropped_step = max(request.dropped_step, dropped_step)
+        request.num_preemptions += 1
+        self._preemptions += 1
+        self.waiting.push(request)
+
+    def finish(self, request: Request, reason: FinishReason, message: str = "", stop_token_id: int = -1) -> None:
+        """Any state to FINISHED: gives back all it holds and tells the front end."""
+        if request.state is State.RUNNING:
+            if reason is FinishReason.ABORTED:
+                self._aborted_tokens += int(self.rows.computed[request.row])
+            self._leave_row(request, publish=reason is not FinishReason.ERROR)
+        else:
+            self.waiting.remove(request)
+        request.state = State.FINISHED
+        del self._requests[request.client, request.handle]
+        now = self._clock()
+        queued_until = request.admitted_time if request.admitted_time > -math.inf else now
+        prefilled_until = request.first_token_time if request.first_token_time > -math.inf else now
+        self.events.finished(
+            request.client,
+            Finished(
+                handle=request.handle,
+                reason=reason,
+                stop_token_id=stop_token_id,
+                cached_tokens=request.num_cached_tokens,
+                preemptions=request.num_preemptions,
+                queue_seconds=queued_until - request.arrival_time,
+                prefill_seconds=prefilled_until - queued_until,
+                decode_seconds=now - prefilled_until,
+                message=message,
+            ),
+        )
+
+    def _leave_row(self, request: Request, publish: bool) -> None:
+        computed = int(self.rows.computed[request.row])
+        self.rows.leave(request)
+        if publish:
+            self.kv_cache.publish(request, request.token_ids, computed)
+        self.kv_cache.release(request)
+
+    def running(self) -> list[Request]:
+        """First served first."""
+        return [self.rows.requests[row] for row in self.rows.in_order]
+
+    def stats(self, steps: int, steps_in_flight: int) -> CoreStats:
+        return CoreStats(
+            running=len(self.rows),
+            waiting=len(self.waiting),
+            kv_usage=self.kv_cache.pool.usage,
+            steps_in_flight=steps_in_flight,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self.events.num_tokens,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            preemptions=self._preemptions,
+            steps=steps,
+            aborted_tokens=self._aborted_tokens,
+        )
+
+    def audit(self) -> None:
+        """Asserts that every live request is in exactly one place and every block is accounted for."""
+        requests = list(self._requests.values())
+        running = self.running()
+        assert len(set(running)) == len(running) == sum(r.state is State.RUNNING for r in requests)
+        assert len(self.waiting) == sum(r.state is State.WAITING for r in requests)
+        for request in requests:
+            assert (request in self.waiting) == (request.state is State.WAITING) == (request.row < 0), request
+            assert request.state is not State.FINISHED, request
+            assert request.row >= 0 or not request.block_ids, request
+        self.kv_cache.audit(requests)

@@ -1,0 +1,73 @@
+"""Timers: the moments at which requests run out of time."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from typing import TYPE_CHECKING
+
+from core_proc.request import Request, State
+from protos.messages import FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Timers:
+    """A heap of (time, arrival, reason, request). Entries of requests that ended surface and are skipped."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, FinishReason, Request]] = []
+
+    def add(self, request: Request) -> None:
+        """Starts the timers a request asks for; their times are in seconds from its arrival."""
+        for seconds, reason in (
+            (request.params.deadline, FinishReason.DEADLINE),
+            (request.params.time_limit, FinishReason.TIME_LIMIT),
+            (request.params.queue_timeout, FinishReason.QUEUE_TIMEOUT),
+        ):
+            if seconds is not None:
+                heapq.heappush(self._heap, (request.arrival_time + seconds, request.arrival, reason, request))
+
+    def due(self, now: float) -> Iterator[tuple[Request, FinishReason]]:
+        """Requests whose time is up, and why."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, reason, request = heapq.heappop(self._heap)
+            if _applies(request, reason):
+                yield request, reason
+
+    def seconds_left(self, now: float) -> float | None:
+        """Until the next timer that still applies; None if there is none."""
+        while self._heap and not _applies(self._heap[0][3], self._heap[0][2]):
+            heapq.heappop(self._heap)
+        return max(0.0, self._heap[0][0] - now) if self._heap else None
+
+
+class PrefillRate:
+    """How fast prompts were computed lately, to tell which deadlines cannot be met.
+
+    Optimistic on purpose: the best recent rate, slowly forgotten. What it refuses was surely lost.
+    """
+
+    MIN_TOKENS = 64
+    """Smaller steps say more about overhead than about speed."""
+
+    def __init__(self) -> None:
+        self._tokens_per_second = 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        if num_tokens >= self.MIN_TOKENS and seconds > 0:
+            self._tokens_per_second = max(num_tokens / seconds, 0.9 * self._tokens_per_second)
+
+    def misses_deadline(self, request: Request, num_tokens: int, now: float) -> bool:
+        """Whether computing this many prompt tokens from now on ends after the request's deadline."""
+        if request.params.deadline is None or not self._tokens_per_second:
+            return False
+        left = request.arrival_time + request.params.deadline - now
+        return num_tokens / self._tokens_per_second > left
+
+
+def _applies(request: Request, reason: FinishReason) -> bool:
+    if request.state is State.FINISHED:
+        return False
+    return reason is not FinishReason.QUEUE_TIMEOUT or request.admitted_time == -math.inf

@@ -1,0 +1,112 @@
+"""ModelSpec from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from protos.architectures import ARCHITECTURES, require
+from protos.config_spec import to_spec
+from protos.errors import StartupError
+from protos.gguf import BLOCK_FORMATS
+
+if TYPE_CHECKING:
+    from protos.gguf import GGUFFile
+    from protos.model_spec import ModelSpec
+
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_QUANTISED_DTYPE = "bfloat16"
+"""Of what is computed from quantised blocks: float16 has the digits, but some models overflow it."""
+
+
+def spec_from_gguf(file: GGUFFile) -> ModelSpec:
+    """Raises StartupError naming the file and the key or tensor that is missing or not supported."""
+    family = str(file.metadata.get("general.architecture"))
+    name = next((name for name, row in ARCHITECTURES.items() if row.gguf_name == family), f"{family!r} (GGUF)")
+    require(file.path, name)
+    try:
+        values = _values(file, family)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise StartupError(f"{file.path}: malformed metadata: {error}") from None
+    return to_spec(file.path, values | {"architecture": name})
+
+
+def _values(file: GGUFFile, family: str) -> dict[str, Any]:
+    metadata = file.metadata
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{family}.{key}", default)
+        if value is None:
+            raise StartupError(f"{file.path}: has no {family}.{key}")
+        if isinstance(value, np.ndarray | list):
+            raise StartupError(f"{file.path}: {family}.{key} differs by layer, which is not supported")
+        return value
+
+    if get("expert_count", 0):
+        raise StartupError(f"{file.path}: a mixture of experts ({family}) is not supported")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise StartupError(f"{file.path}: has no tensor token_embd.weight")
+    heads = get("attention.head_count")
+    head_dim = get("attention.key_length", get("embedding_length") // max(heads, 1))
+    format_name = BLOCK_FORMATS[_main_type(file)][0]
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_layers": get("block_count"),
+        "num_heads": heads,
+        "num_kv_heads": get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": get("context_length"),
+        "rope": _rope(file, family, head_dim),
+        "norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "sliding_window": get("attention.sliding_window", 0),
+        "dtype": _DTYPES.get(format_name, _QUANTISED_DTYPE),
+        "eos_token_ids": _eos_token_ids(metadata),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "default_temperature": metadata.get("general.sampling.temp", 1.0),
+        "default_top_p": metadata.get("general.sampling.top_p", 1.0),
+        "default_top_k": metadata.get("general.sampling.top_k", 0),
+    }
+
+
+def _main_type(file: GGUFFile) -> int:
+    """The block format that holds the most weights; norms are float32 in every file."""
+    weights: dict[int, int] = {}
+    for tensor in file.tensors.values():
+        weights[tensor.type] = weights.get(tensor.type, 0) + int(np.prod(tensor.shape))
+    return max(weights, key=weights.__getitem__)
+
+
+def _rope(file: GGUFFile, family: str, head_dim: int) -> dict[str, Any]:
+    prefix = f"{family}.rope."
+    get = file.metadata.get
+    rotated = get(prefix + "dimension_count", head_dim)
+    rope: dict[str, Any] = {
+        "theta": get(prefix + "freq_base", 10000.0),
+        "partial_factor": rotated / head_dim,
+        "original_max_position": get(prefix + "scaling.original_context_length", 0),
+    }
+    kind = get(prefix + "scaling.type", "none")
+    if factors := file.tensors.get("rope_freqs.weight"):
+        # Llama 3 files carry the divisor of each frequency as a tensor instead of the rule behind it; that is
+        # what longrope's tables are, the same for long and short, without its attention factor.
+        divisors = np.fromfile(file.path, np.float32, factors.shape[0], offset=factors.offset).tolist()
+        rope["kind"] = "longrope"
+        rope["scaling"] = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
+    elif kind != "none":
+        rope["kind"] = kind
+        rope["scaling"] = {"factor": get(prefix + "scaling.factor", 1.0)}
+    return rope
+
+
+def _eos_token_ids(metadata: dict[str, Any]) -> list[int]:
+    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+    ids = [metadata.get(f"tokenizer.ggml.{key}") for key in keys]
+    return sorted({token_id for token_id in ids if token_id is not None})
