@@ -49,6 +49,8 @@ class AsyncLLM:
         self.on_stats: list[Callable[[CoreStats], None]] = []
         self.keep_text = False
         self.draining = False
+        self.drained = asyncio.Event()
+        """Set when no request is live any more and none will be."""
         self._input = InputProcessor(model, core.ready.max_model_len)
         self.output_processor = OutputProcessor(on_stop=self._abort_handles, on_end=self._ended)
         self._capacity = core.ready.max_num_seqs + max_queued_requests
@@ -201,6 +203,7 @@ class AsyncLLM:
                 await self._idle.wait()
         except TimeoutError:
             self.output_processor.fail_all(UnavailableError("the server is going away; resume on another"))
+        self.drained.set()
 
     async def close(self) -> None:
         """Stops the core. Requests still live fail with UnavailableError. Idempotent."""

@@ -11,9 +11,10 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from async_engine import convert
-from async_engine.error_status import hide_error, to_status
+from async_engine.error_status import to_status
 from async_engine.outputs import Delta, Started
-from protos.errors import InvalidRequestError, TailraceError
+from async_engine.unexpected import hide_error
+from protos.errors import InvalidRequestError, TailraceError, UnavailableError
 from protos.tailrace.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -40,14 +41,24 @@ class AttachCall:
         self.token_ids: list[int] = []
 
     async def run(self, commands: AsyncIterator[pb.AttachRequest]) -> None:
-        """Serves until the client has closed its side and every request is over. Aborts what is live on exit."""
+        """Serves until the client has closed its side and every request is over. Aborts what is live on exit.
+
+        Raises UnavailableError, after the last frame, when the server has drained.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._read(commands, tasks))
+                reader = tasks.create_task(self._read(commands, tasks))
+                drain = tasks.create_task(self._watch_drain())
                 await self._write()
+                reader.cancel()
+                drain.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
         finally:
             for sink in self._sinks.values():
                 self._llm.release(sink.state)
+        if self._llm.drained.is_set():
+            raise UnavailableError("the server is going away")
 
     def mark(self, sink: AttachSink) -> None:
         """The sink has something for the next frame."""
@@ -55,6 +66,11 @@ class AttachCall:
         self._wakeup.set()
 
     def wake(self) -> None:
+        self._wakeup.set()
+
+    async def _watch_drain(self) -> None:
+        await self._llm.drained.wait()
+        self._reading = False
         self._wakeup.set()
 
     # Commands ---------------------------------------------------------------------------------
@@ -246,3 +262,11 @@ class AttachSink:
             return pb.RequestEvent(request_id=self.request_id, **event)
         self._named_slot = True
         return pb.RequestEvent(request_id=self.request_id, slot=self._slot, **event)
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One of the errors in a group: a call has one status."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -86,13 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
             prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
             return commands.generate(config, params, prompt, as_chat=arguments.chat)
         case "bench" if arguments.bench == "serve":
-            from async_engine import bench_options, bench_serve
+            from async_engine import bench_serve
+            from async_engine.bench_options import ServeBenchOptions, parse
 
-            return bench_serve.main(bench_options.parse(bench_options.ServeBenchOptions, arguments))
+            return bench_serve.main(parse(ServeBenchOptions, arguments))
         case _:
-            from async_engine import bench_null, bench_options
+            from async_engine import bench_null
+            from async_engine.bench_options import NullBenchOptions, parse
 
-            return bench_null.main(bench_options.parse(bench_options.NullBenchOptions, arguments))
+            return bench_null.main(parse(NullBenchOptions, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

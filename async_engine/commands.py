@@ -11,8 +11,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import uvloop
-from tqdm import tqdm
 
+from async_engine.load_bar import LoadBar
 from async_engine.outputs import Delta, Summary
 from async_engine.request import ChatPrompt, GenerationRequest
 from protos.config import MIB
@@ -24,20 +24,6 @@ if TYPE_CHECKING:
     from async_engine.server import Server
     from protos.config import EngineConfig, ServeConfig
     from protos.params import SamplingParams
-
-
-class LoadBar:
-    """A progress bar on stderr while weights load; none where that is not a terminal."""
-
-    def __init__(self) -> None:
-        self._bar: tqdm[Any] | None = None
-
-    def __call__(self, done: int, total: int) -> None:
-        if self._bar is None:
-            self._bar = tqdm(desc="loading", total=total, unit="B", unit_scale=True, leave=False, disable=None)
-        self._bar.update(done - self._bar.n)
-        if done >= total:
-            self._bar.close()
 
 
 def serve(config: ServeConfig) -> int:

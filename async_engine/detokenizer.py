@@ -172,6 +172,7 @@ _ALONE = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
 """Steps that look at one token (or byte run) and at whether it is the first."""
 _WITH_NEIGHBOURS = {"BPEDecoder", "ByteLevel", "CTC"}
 """Steps that also look at the token before, or at whether one follows."""
+_SPACES = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
 
 
 class DecoderRules:
@@ -202,8 +203,8 @@ class DecoderRules:
             (_ALONE | _WITH_NEIGHBOURS).issuperset(kinds)
             # Once the text is one string, a step that rewrites it could reach back without bound.
             and all(step["type"] in ("Fuse", "Strip") for step in after)
-            # Bytes are told by the token itself, so nothing may have altered it before.
-            and (not has_bytes or {"Replace"}.issuperset(kinds[: kinds.index("ByteFallback")]))
+            # Byte tokens are told by their own string, so nothing may have made or unmade one before.
+            and (not has_bytes or all(step == _SPACES for step in steps[: kinds.index("ByteFallback")]))
         )
         """False for decoders that may change text long past; theirs is certain only at the end."""
         self.pieces: dict[int, str] | None = None

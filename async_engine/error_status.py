@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import uuid
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,8 +11,6 @@ from protos.errors import InvalidRequestError, OverloadedError, TailraceError, U
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
-
-logger = logging.getLogger(__name__)
 
 DOMAIN = "tailrace"
 RESTART_SECONDS = 1.0
@@ -38,10 +34,3 @@ def to_status(error: TailraceError, request_id: str = "") -> status_pb2.Status:
     for detail in details:
         status.details.add().Pack(detail)
     return status
-
-
-def hide_error(error: Exception) -> TailraceError:
-    """What the caller is told of an error we did not expect: an id, under which the log has the rest."""
-    error_id = uuid.uuid4().hex
-    logger.error("unexpected error %s", error_id, exc_info=error)
-    return TailraceError(f"internal error {error_id}")

@@ -25,6 +25,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
         self._services = frozenset({"", *services})
         self._status: int = _Status.NOT_SERVING
         self._changed = asyncio.Event()
+        self._closed = False
 
     @property
     def is_serving(self) -> bool:
@@ -33,6 +34,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     def set(self, serving: bool) -> None:
         """Changes the status and tells the watchers."""
         self._status = _Status.SERVING if serving else _Status.NOT_SERVING
+        self._notify()
+
+    def close(self) -> None:
+        """Ends the watches, so that the server need not wait for their clients to go."""
+        self._closed = True
+        self._notify()
+
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -44,7 +53,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         """Sends the status now and at each change. A slow reader misses changes that did not last."""
         sent = None
-        while True:
+        while not self._closed:
             changed = self._changed
             known = request.service in self._services
             status = self._status if known else _Status.SERVICE_UNKNOWN

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from async_engine.error_status import hide_error, to_status
-from protos.errors import TailraceError
+from async_engine.error_status import to_status
+from async_engine.unexpected import hide_error
+from protos.errors import InvalidRequestError, TailraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
 OUR_METHODS = "/tailrace."
 STATUS_DETAILS = "grpc-status-details-bin"
@@ -37,19 +40,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             behavior = getattr(handler, kind)
             if behavior is not None:
                 make = getattr(grpc, f"{kind}_rpc_method_handler")
+                # Requests are parsed inside the guard: grpc answers UNKNOWN, with our types, to what does not parse.
+                parse = _parse_each if kind.startswith("stream") else _parse
                 wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-                    _guard(behavior),
-                    request_deserializer=handler.request_deserializer,
+                    _guard(behavior, functools.partial(parse, handler.request_deserializer or bytes)),
+                    request_deserializer=None,
                     response_serializer=handler.response_serializer,
                 )
                 return wrapped
         raise AssertionError("a handler without behavior")
 
 
-def _guard(behavior: Any) -> Any:
+def _parse(deserializer: Callable[[bytes], Any], data: bytes) -> Any:
+    try:
+        return deserializer(data)
+    except DecodeError:
+        raise InvalidRequestError("request", "the bytes are no message of this type") from None
+
+
+async def _parse_each(deserializer: Callable[[bytes], Any], stream: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for data in stream:
+        yield _parse(deserializer, data)
+
+
+def _guard(behavior: Any, parse: Callable[[Any], Any]) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         try:
-            return await behavior(request, context)
+            return await behavior(parse(request), context)
         except TailraceError as error:
             status = to_status(error)
         except grpc.aio.AbortError:

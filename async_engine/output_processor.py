@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from async_engine.unexpected import hide_error
 from protos.errors import DeadlineError, QueueTimeoutError, RequestFailedError, TailraceError
 from protos.messages import EngineCoreOutputs, Finished, FinishReason
 
@@ -56,7 +57,12 @@ class OutputProcessor:
                 state.first_token_time = now
             if handle in ended and state.drops(ended[handle]):
                 state.drawn_tokens += 1
-            elif state.push(token_id):
+                continue
+            try:
+                if state.push(token_id):
+                    stopped.append(handle)
+            except Exception as error:  # a bug that one request's text meets must not end the others
+                self._fail(state, hide_error(error))
                 stopped.append(handle)
         for finished in outputs.finished:
             state = states.pop(finished.handle, None)
@@ -67,10 +73,13 @@ class OutputProcessor:
 
     def fail_all(self, error: TailraceError) -> None:
         """The core is gone: so are its requests."""
-        states, self.states = self.states, {}
-        for state in states.values():
-            state.sink.failed(error)
-            self._on_end(state, Finished(state.handle, FinishReason.ERROR, message=str(error)))
+        for state in list(self.states.values()):
+            self._fail(state, error)
+
+    def _fail(self, state: RequestState, error: TailraceError) -> None:
+        del self.states[state.handle]
+        state.sink.failed(error)
+        self._on_end(state, Finished(state.handle, FinishReason.ERROR, message=str(error)))
 
     def _end(self, state: RequestState, finished: Finished) -> None:
         if finished.reason.is_failure and state.finish is None:

@@ -170,7 +170,7 @@ class RequestState:
     def _send(self, token_ids: list[int], text: str) -> None:
         if self._skip_bytes and text:
             data = text.encode()
-            text = data[self._skip_bytes :].decode()
+            text = data[self._skip_bytes :].decode(errors="replace")
             self._skip_bytes = max(0, self._skip_bytes - len(data))
         if self.output_text is not None:
             self.output_text.append(text)

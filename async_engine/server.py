@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL = 0.25
 """Seconds between two looks at the engine's heartbeat."""
-HANDLER_GRACE = 5.0
+HANDLER_GRACE = 2.0
 """Seconds for handlers to say their last word once their requests are over."""
+MAX_PENDING_CALLS = 65_536
 SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,)
 
 
@@ -45,6 +46,9 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         # A window that grows lets a reader that does not read pile up messages here instead of merging them.
         ("grpc.http2.bdp_probe", 0),
+        # Beyond 1,000 calls that wait for their handler grpc resets some at random; admission is ours to decide.
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
         # Two servers on one port by mistake is an error, not load balancing.
         ("grpc.so_reuseport", 0),
     ]
@@ -68,6 +72,7 @@ class Server:
     async def start(self) -> None:
         """Listens and turns health to SERVING. Raises StartupError if the address cannot be had."""
         llm, options = self._llm, self._options
+        llm.keep_text = options.log_prompts
         llm.on_end.append(RequestLog(options.log_format == "json", options.log_prompts))
         if options.metrics_listen:
             self._metrics_server = MetricsServer(options.metrics_listen, Metrics(llm).registry)
@@ -89,11 +94,12 @@ class Server:
         self._llm.draining = True
         self._set_health()
         await self._llm.drain(drain_seconds)
-        # The handlers of requests that are over have only their last writes left.
-        await self._grpc.stop(HANDLER_GRACE)
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.wait([self._monitor])
+        self._health.close()
+        # The handlers of requests that are over have only their last writes left.
+        await self._grpc.stop(HANDLER_GRACE)
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
 

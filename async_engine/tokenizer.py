@@ -45,7 +45,7 @@ class Tokenizer:
         """One more than the largest id. The model may have more: rows of padding, without tokens."""
         self._tokens = [backend.id_to_token(token_id) for token_id in range(self.vocab_size)]
         self.max_token_length = max(map(len, vocabulary), default=0)
-        """Characters that one token stands for at most."""
+        """Characters of the longest token's string: no token stands for more of a text."""
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )

@@ -1,0 +1,81 @@
+"""The least a grpc.aio server can do for a stream of tokens: what GenerateStream is held against.
+
+    python -m async_engine.bench_bare STAMPS_FILE STEP_MS
+
+Loop, environment, channel options and messages are the server's. Each handler waits for the tick
+of a step and writes a message that all share; there is no core, no request and no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import grpc
+import grpc.aio
+import uvloop
+from async_engine.bench_stamps import StampWriter
+from async_engine.server import channel_options
+from core_proc.proc import die_with_parent
+from protos.config import ServerOptions
+from protos.tailrace.v1 import generation_pb2 as pb
+from protos.tailrace.v1 import generation_pb2_grpc
+
+FIRST_PRINTABLE, NUM_PRINTABLE = 32, 95
+
+
+class BareServicer(generation_pb2_grpc.GenerationServiceServicer):
+    """Sends each stream one token per step from the next one on."""
+
+    def __init__(self, stamps: StampWriter, step_seconds: float) -> None:
+        self._stamps = stamps
+        self._step_seconds = step_seconds
+        self._num_steps = 0
+        self._tick: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._messages: list[pb.GenerateStreamResponse] = []
+        """By offset: the first stream to get there builds what all send."""
+
+    async def run(self) -> None:
+        """Ticks for ever."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            due = max(due, loop.time()) + self._step_seconds
+            await asyncio.sleep(due - loop.time())
+            self._num_steps += 1
+            self._stamps.stamp()
+            tick, self._tick = self._tick, loop.create_future()
+            tick.set_result(None)
+
+    async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
+        await context.write(pb.GenerateStreamResponse(started=pb.RequestStarted()))
+        begin = self._num_steps
+        for offset in range(request.spec.stop.max_tokens):
+            while self._num_steps - begin <= offset:
+                await self._tick
+            if offset == len(self._messages):
+                self._messages.append(_message(offset))
+            await context.write(self._messages[offset])
+
+
+def _message(offset: int) -> pb.GenerateStreamResponse:
+    token_id = FIRST_PRINTABLE + offset % NUM_PRINTABLE
+    sequence = pb.SequenceDelta(offset=offset, token_ids=[token_id], text=chr(token_id))
+    return pb.GenerateStreamResponse(delta=pb.OutputDelta(sequences=[sequence]))
+
+
+async def main(stamps_path: str, step_ms: str) -> None:
+    servicer = BareServicer(StampWriter(stamps_path), float(step_ms) / 1e3)
+    server = grpc.aio.server(options=channel_options(ServerOptions()))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    sys.stdout.write(f"ready on 127.0.0.1:{port}: bare\n")
+    sys.stdout.flush()
+    await servicer.run()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    uvloop.run(main(*sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""Requests of a benchmark: what is sent, and a record of what came back when.
+
+The stubs are used as they are: what a client library adds is not the server's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.rpc import status_pb2
+
+from protos.tailrace.v1 import generation_pb2 as pb
+from protos.tailrace.v1 import generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Record:
+    """One request. Times are of the monotonic clock, in seconds."""
+
+    __slots__ = ("ended", "goal", "milestone", "num_tokens", "receipts", "sent", "status")
+
+    def __init__(self) -> None:
+        self.sent = 0.0
+        self.ended = 0.0
+        self.status = ""
+        """Of gRPC, by name, once it is over."""
+        self.receipts: list[tuple[float, int]] = []
+        """(time, new tokens) of each message that brought some."""
+        self.num_tokens = 0
+        self.goal = 0
+        self.milestone: Milestone | None = None
+        """Is told when the record has `goal` tokens."""
+
+    def add(self, now: float, num_tokens: int) -> None:
+        self.receipts.append((now, num_tokens))
+        self.num_tokens += num_tokens
+        if self.milestone is not None and self.num_tokens >= self.goal:
+            self.milestone.reached()
+            self.milestone = None
+
+    def end(self, status: str) -> None:
+        self.status = status
+        self.ended = time.monotonic()
+
+
+class Milestone:
+    """Is passed when each of some records has got so many tokens more."""
+
+    def __init__(self, records: list[Record], num_tokens: int) -> None:
+        self.passed = asyncio.Event()
+        self._missing = len(records)
+        for record in records:
+            record.goal = record.num_tokens + num_tokens
+            record.milestone = self
+
+    def reached(self) -> None:
+        self._missing -= 1
+        if not self._missing:
+            self.passed.set()
+
+
+class StreamSender:
+    """A GenerateStream call per request."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        return
+
+    async def run(self, spec: pb.GenerationSpec, record: Record) -> None:
+        """Until the request is over. Its failure is recorded, not raised; a cancelled task cancels it."""
+        record.sent = time.monotonic()
+        call = self._stub.GenerateStream(pb.GenerateStreamRequest(spec=spec))
+        status = "OK"
+        try:
+            async for response in call:
+                for sequence in response.delta.sequences:
+                    if sequence.token_ids:
+                        record.add(time.monotonic(), len(sequence.token_ids))
+        except grpc.aio.AioRpcError as error:
+            status = error.code().name
+        finally:
+            call.cancel()
+        record.end(status)
+
+
+class AttachSender:
+    """All requests on one Attach call, while the context is open."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._live: dict[str, tuple[Record, asyncio.Event]] = {}
+        self._by_slot: dict[int, Record] = {}
+        self._status = ""
+        self._call: Any = None
+        self._reader: asyncio.Task[None]
+
+    async def __aenter__(self) -> Self:
+        self._call = self._stub.Attach()
+        self._reader = asyncio.create_task(self._read())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._call.cancel()
+        self._reader.cancel()
+        await asyncio.wait([self._reader])
+
+    async def run(self, spec: pb.GenerationSpec, record: Record) -> None:
+        """Until the request is over. Its failure is recorded, not raised."""
+        over = asyncio.Event()
+        self._live[spec.request_id] = record, over
+        record.sent = time.monotonic()
+        if self._status:
+            self._end(spec.request_id, self._status)
+            return
+        await self._call.write(pb.AttachRequest(submit=spec))
+        await over.wait()
+
+    async def _read(self) -> None:
+        status = "OK"
+        try:
+            async for frame in self._call:
+                self._take(frame, time.monotonic())
+        except grpc.aio.AioRpcError as error:
+            status = error.code().name
+        finally:
+            # The call is over: so is all that it carried, and all that is still to be sent on it.
+            self._status = status
+            for request_id in list(self._live):
+                self._end(request_id, status)
+
+    def _take(self, frame: pb.AttachResponse, now: float) -> None:
+        for event in frame.events:
+            if event.HasField("slot") and event.request_id in self._live:
+                self._by_slot[event.slot] = self._live[event.request_id][0]
+        slots = frame.tokens.slots
+        for slot, count in zip(slots, frame.tokens.counts or [1] * len(slots), strict=True):
+            self._by_slot[slot].add(now, count)
+        for event in frame.events:
+            match event.WhichOneof("event"):
+                case "delta" if event.request_id in self._live:
+                    for sequence in event.delta.sequences:
+                        if sequence.token_ids:
+                            self._live[event.request_id][0].add(now, len(sequence.token_ids))
+                case "summary":
+                    self._end(event.request_id, "OK")
+                case "status":
+                    self._end(event.request_id, _status_name(event.status))
+
+    def _end(self, request_id: str, status: str) -> None:
+        record, over = self._live.pop(request_id)
+        record.end(status)
+        over.set()
+
+
+def _status_name(status: bytes) -> str:
+    code = status_pb2.Status.FromString(status).code
+    return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")
+
+
+SENDERS: dict[str, type[StreamSender] | type[AttachSender]] = {"stream": StreamSender, "attach": AttachSender}
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])

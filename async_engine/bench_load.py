@@ -1,0 +1,138 @@
+"""The load of `tailrace bench null`: many streams that are measured from one moment to another.
+
+    python -m async_engine.bench_load
+
+reads jobs from standard input and answers each with a result, one line of JSON both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+
+import msgspec
+import numpy as np
+import uvloop
+from async_engine.bench_client import SENDERS, Milestone, Record, open_channel
+from async_engine.bench_stamps import latencies
+from core_proc.proc import die_with_parent
+from protos.tailrace.v1 import generation_pb2 as pb
+
+WARM_TOKENS = 8
+"""Of each stream before it is measured: what a start costs is another question."""
+MAX_TOKENS = 1 << 14
+"""More than a stream gets before it is cancelled."""
+JOB_SECONDS = 30.0
+
+
+class Job(msgspec.Struct, frozen=True):
+    """Measures until each stream has got `num_tokens` more, or for `seconds` if that is not 0."""
+
+    address: str
+    server_pid: int
+    method: str
+    num_streams: int
+    num_tokens: int = 1 << 31
+    seconds: float = 0.0
+    text: bool = True
+    stamps: str = ""
+    """File of the server's stamps; empty measures no latency."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Of the time measured."""
+
+    num_tokens: int
+    num_messages: int
+    """That had tokens; on Attach counted once per request."""
+    seconds: float
+    server_cpu: float
+    """Seconds."""
+    load_cpu: float
+    latency_ms: dict[str, float]
+
+
+class _Mark:
+    """A moment."""
+
+    def __init__(self, job: Job, records: list[Record]) -> None:
+        self.server_cpu = process_cpu_seconds(job.server_pid)
+        self.load_cpu = time.process_time()
+        self.time = time.monotonic()
+        self.num_tokens = sum(record.num_tokens for record in records)
+        self.num_messages = sum(len(record.receipts) for record in records)
+
+
+def process_cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process: the clock that clock_getcpuclockid(3) names."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def make_spec(index: int, text: bool) -> pb.GenerationSpec:
+    """A short prompt of its own, and an end out of sight."""
+    return pb.GenerationSpec(
+        request_id=f"load-{index}",
+        token_ids=pb.TokenIds(ids=[index // 256, index % 256]),
+        sampling=pb.SamplingOptions(temperature=0),
+        stop=pb.StopOptions(ignore_eos=True, max_tokens=MAX_TOKENS),
+        output=pb.OutputOptions(text=text),
+    )
+
+
+async def run(job: Job) -> Result:
+    records = [Record() for _ in range(job.num_streams)]
+    async with (
+        asyncio.timeout(JOB_SECONDS),
+        open_channel(job.address) as channel,
+        SENDERS[job.method](channel) as sender,
+    ):
+        streams = [
+            asyncio.create_task(sender.run(make_spec(index, job.text), record)) for index, record in enumerate(records)
+        ]
+        try:
+            begin, end = await _watch(job, records, streams)
+        finally:
+            for stream in streams:
+                stream.cancel()
+            await asyncio.wait(streams)
+    found = latencies(job.stamps, records, begin.time, end.time) if job.stamps else np.zeros(0)
+    return Result(
+        num_tokens=end.num_tokens - begin.num_tokens,
+        num_messages=end.num_messages - begin.num_messages,
+        seconds=end.time - begin.time,
+        server_cpu=end.server_cpu - begin.server_cpu,
+        load_cpu=end.load_cpu - begin.load_cpu,
+        latency_ms={f"p{p}": float(np.percentile(found, p)) * 1e3 for p in (50, 99)} if len(found) else {},
+    )
+
+
+async def _watch(job: Job, records: list[Record], streams: list[asyncio.Task[None]]) -> tuple[_Mark, _Mark]:
+    """The two moments. Raises RuntimeError if a stream ends before the second."""
+    marks: list[_Mark] = []
+    for num_tokens in (WARM_TOKENS, job.num_tokens):
+        milestone = asyncio.create_task(Milestone(records, num_tokens).passed.wait())
+        done, _ = await asyncio.wait(
+            [milestone, *streams],
+            timeout=job.seconds or None if marks else None,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        milestone.cancel()
+        if done - {milestone}:
+            raise RuntimeError(f"streams ended early: {sorted({record.status for record in records} - {''})}")
+        marks.append(_Mark(job, records))
+    return marks[0], marks[1]
+
+
+def main() -> None:
+    decode = msgspec.json.Decoder(Job).decode
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        for line in sys.stdin:
+            result = runner.run(run(decode(line)))
+            sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main()
