@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
     from protos.messages import ToCore, ToFrontEnd
 
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
 MAX_QUEUED_MESSAGES = 1024
 """A front end that stops reading stops the loop here, instead of filling the core's memory."""
 
@@ -46,18 +50,24 @@ class Connection:
         self._outbox.put(message)
 
     def flush_and_close(self) -> None:
-        """Writes what is queued, then closes."""
-        self._outbox.put(None)
-        self._writer.join(timeout=5)
+        """Writes what is queued, then closes; gives up on a front end that does not read."""
+        with contextlib.suppress(queue.Full):
+            self._outbox.put(None, timeout=CLOSE_SECONDS)
+            self._writer.join(CLOSE_SECONDS)
         self._socket.close()
 
     def _read(self, receive: Callable[[ToCore | None], None]) -> None:
         try:
-            while data := self._socket.recv(1 << 18):
+            data = b""  # the first message may have brought others along
+            while True:
                 for message in self._decoder.feed(data):
                     receive(message)
+                if not (data := self._socket.recv(1 << 18)):
+                    return
         except OSError:
             pass
+        except codec.FrameError:
+            logger.exception("the front end sent something unreadable")
         finally:
             receive(None)
 

@@ -59,14 +59,14 @@ class EngineCore:
         return bool(self._in_flight) or self.scheduler.has_work
 
     def step(self, apply_aborts: Callable[[], None] = lambda: None) -> bool:
-        """Issues a step if there is room, and takes in the oldest result if there is no more room.
+        """Issues a step, and takes in the oldest result unless there is room for one more step.
 
         False if there was nothing to do: only a new message or a timer can change that.
 
         `apply_aborts` is called right before results count, so that a request aborted while its last step
         ran ends as aborted, once.
         """
-        step = self.scheduler.schedule() if len(self._in_flight) < self._depth else None
+        step = self.scheduler.schedule()
         if step is not None:
             self._executor.execute(step.output)
             self._in_flight.append((step, self._executor.sample()))
@@ -77,6 +77,7 @@ class EngineCore:
         step, pending = self._in_flight.popleft()
         try:
             token_ids = pending.result().token_ids
+            assert len(token_ids) == len(step.rows), f"{len(token_ids)} tokens for {len(step.rows)} rows"
         except Exception as error:
             logger.exception("step %d failed", step.output.step_id)
             apply_aborts()

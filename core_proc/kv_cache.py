@@ -29,6 +29,8 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self.last_returned_step = -1
         self._deferred: deque[tuple[int, list[int]]] = deque()
+        self._unproven: dict[int, list[int]] = {}
+        """Blocks published ahead of the step that fills them, by that step's number."""
 
     @property
     def capacity_tokens(self) -> int:
@@ -41,7 +43,7 @@ class KVCache:
 
     def lookup(self, request: Request) -> list[int]:
         """Cached blocks that begin the request's tokens, at most all but its last token."""
-        if not self.prefix_caching or request.params.bypass_cache:
+        if not self.prefix_caching:
             return []
         hits: list[int] = []
         for block_hash in request.block_hashes[: (request.num_waiting_tokens - 1) // self.block_size]:
@@ -77,17 +79,17 @@ class KVCache:
         request.block_ids += blocks
         return blocks
 
-    def publish(self, request: Request, token_ids: npt.NDArray[np.int32], num_computed: int) -> list[int]:
-        """Lets others find the full blocks of the first `num_computed` tokens; returns those newly findable.
+    def publish(self, request: Request, token_ids: npt.NDArray[np.int32], num_computed: int, step_id: int) -> None:
+        """Lets others find the full blocks of the first `num_computed` tokens, which `step_id` completes.
 
         `token_ids` are the tokens known. Called when the step that fills the blocks is scheduled, not when
         it is back: whoever shares them is computed in the same step or a later one.
         """
         if not self.prefix_caching or request.params.bypass_cache:
-            return []
+            return
         full = min(num_computed, len(token_ids)) // self.block_size
         if full <= request.num_published:
-            return []
+            return
         extend_chain(request.block_hashes, request.hash_root, token_ids[: full * self.block_size], self.block_size)
         published = [
             block
@@ -99,19 +101,14 @@ class KVCache:
             if self.pool.publish(block, block_hash)
         ]
         request.num_published = full
-        return published
-
-    def withdraw(self, blocks: list[int]) -> None:
-        """The step that was to fill these blocks failed."""
-        for block in blocks:
-            self.pool.withdraw(block)
+        if published and step_id > self.last_returned_step:
+            self._unproven.setdefault(step_id, []).extend(published)
 
     def release(self, request: Request) -> None:
         """The request gives its blocks back, once its last step has returned. Tail first: the head of the
         prefix, which most others share, is evicted last."""
         blocks = request.block_ids[::-1]
         request.block_ids = []
-        request.num_published = 0
         if request.last_step > self.last_returned_step:
             self._deferred.append((request.last_step, blocks))
         else:
@@ -120,12 +117,23 @@ class KVCache:
     def step_returned(self, step_id: int) -> None:
         """Steps return in order; blocks that waited for this one are free now."""
         self.last_returned_step = step_id
+        self._unproven.pop(step_id, None)
         for _ in range(len(self._deferred)):
             last_step, blocks = self._deferred.popleft()
             if last_step <= step_id:
                 self.pool.release(blocks)
             else:
                 self._deferred.append((last_step, blocks))
+
+    def step_failed(self, step_id: int) -> set[int]:
+        """As `step_returned`, of a step that filled nothing. What was published ahead of steps in flight is
+        withdrawn and returned, later steps' too: they may have built on what is not there."""
+        false_blocks = {block for blocks in self._unproven.values() for block in blocks}
+        self._unproven.clear()
+        for block in false_blocks:
+            self.pool.withdraw(block)
+        self.step_returned(step_id)
+        return false_blocks
 
     def audit(self, requests: list[Request]) -> None:
         """Asserts that the pool's counts are exactly what requests and deferred blocks explain."""

@@ -6,6 +6,8 @@ import heapq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from core_proc.request import Request
 
 
@@ -19,6 +21,10 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In no particular order."""
+        return iter(self._waiting)
 
     def __contains__(self, request: Request) -> bool:
         return request in self._waiting

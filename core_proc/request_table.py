@@ -72,18 +72,21 @@ class RequestTable:
             self.events.admitted(request.client, Admitted(request.handle, num_cached, now - request.arrival_time))
         return self.rows.enter(request, num_cached)
 
-    def preempt(self, request: Request, dropped_step: int = -1) -> None:
+    def preempt(self, request: Request, publish: bool = True) -> None:
         """RUNNING to WAITING: gives up row and blocks, and will be computed anew.
 
-        Tokens of it that are still in flight are kept, except those of steps up to `dropped_step`, which were
-        drawn from something false.
+        Tokens of it that are still in flight are kept, unless `drop_in_flight` is called.
         """
-        self._leave_row(request, publish=dropped_step < 0)
+        self._leave_row(request, publish)
         request.state = State.WAITING
-        request.dropped_step = max(request.dropped_step, dropped_step)
         request.num_preemptions += 1
         self._preemptions += 1
         self.waiting.push(request)
+
+    def drop_in_flight(self, last_step: int) -> None:
+        """Tokens of waiting requests from steps up to this one were drawn from something false."""
+        for request in self.waiting:
+            request.dropped_step = last_step
 
     def finish(self, request: Request, reason: FinishReason, message: str = "", stop_token_id: int = -1) -> None:
         """Any state to FINISHED: gives back all it holds and tells the front end."""
@@ -117,7 +120,7 @@ class RequestTable:
         computed = int(self.rows.computed[request.row])
         self.rows.leave(request)
         if publish:
-            self.kv_cache.publish(request, request.token_ids, computed)
+            self.kv_cache.publish(request, request.token_ids, computed, request.last_step)
         self.kv_cache.release(request)
 
     def running(self) -> list[Request]:

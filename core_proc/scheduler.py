@@ -37,6 +37,7 @@ _EXPIRED = {
     FinishReason.DEADLINE: "the deadline has passed",
     FinishReason.QUEUE_TIMEOUT: "not admitted within the queue timeout",
 }
+_MISPLACED = "a step returned a token out of place or out of the vocabulary"
 
 
 @dataclass(slots=True)
@@ -52,8 +53,6 @@ class StepInFlight:
     requests: npt.NDArray[np.object_]
     all_requests: npt.NDArray[np.object_]
     """Of every scheduled row, drawing or not."""
-    published: list[int]
-    """Blocks that this step fills and others may already share."""
 
 
 @dataclass(slots=True)
@@ -65,14 +64,6 @@ class _Draft:
     block_ids: list[int] = field(default_factory=list)
     grown: set[int] = field(default_factory=set)
     """Rows that got blocks: the only decoding ones that may have filled one."""
-    published: list[int] = field(default_factory=list)
-
-    def forget(self, row: int) -> None:
-        """The row leaves before the step is issued."""
-        kept = [(r, block) for r, block in zip(self.block_rows, self.block_ids, strict=True) if r != row]
-        self.block_rows = [r for r, _ in kept]
-        self.block_ids = [block for _, block in kept]
-        self.grown.discard(row)
 
 
 class Scheduler:
@@ -90,6 +81,7 @@ class Scheduler:
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        assert max_model_len <= kv_cache.capacity_tokens, "a request that can never fit would wait for ever"
         self.max_model_len = max_model_len
         self.kv_cache = kv_cache
         self.table = RequestTable(options.max_num_seqs, max_model_len, kv_cache, clock)
@@ -136,7 +128,8 @@ class Scheduler:
         if not preempt_running:
             return self.kv_cache.pool.reset()
         for request in self.table.running():
-            self.table.preempt(request, dropped_step=self._num_steps - 1)
+            self.table.preempt(request, publish=False)
+        self.table.drop_in_flight(self._num_steps - 1)
         self.kv_cache.pool.forget_all()
         return True
 
@@ -162,8 +155,8 @@ class Scheduler:
         if self.admission == "frozen":
             return None
         draft = _Draft()
-        rows, counts, preempted = self._schedule_running(draft)
-        if not preempted and len(self._waiting):
+        rows, counts, scarce = self._schedule_running(draft)
+        if not scarce and len(self._waiting):
             admitted, chunks = self._admit(draft, self._budget - int(counts.sum()), now)
             if admitted:
                 rows = np.concatenate([rows, np.array(admitted, np.int32)])
@@ -173,8 +166,8 @@ class Scheduler:
         return self._issue(draft, rows, counts, now)
 
     def _schedule_running(self, draft: _Draft) -> tuple[Int32s, Int32s, bool]:
-        """(rows, tokens of each, whether someone was preempted) of the running rows that compute."""
-        preempted = False
+        """(rows, tokens of each, whether blocks were too few for one of them) of the running rows that compute."""
+        scarce = False
         columns = self._rows
         while True:
             rows = columns.in_order
@@ -188,13 +181,13 @@ class Scheduler:
             ends = np.cumsum(todo)
             counts = todo
             if len(ends) and ends[-1] > self._budget:
-                counts = np.clip(self._budget - (ends - todo), 0, todo)
+                counts = np.clip(self._budget - (ends - todo), 0, todo).astype(np.int32)
             short = np.flatnonzero(computed + counts > columns.capacity[rows])
             if all(self._grow(draft, rows, counts, int(index)) for index in short):
                 chosen = counts > 0
-                return rows[chosen], counts[chosen], preempted
+                return rows[chosen], counts[chosen], scarce or not counts[short].all()
             # Someone left: whoever could not grow tries again, with the budget that came back.
-            preempted = True
+            scarce = True
 
     def _grow(self, draft: _Draft, rows: Int32s, counts: Int32s, index: int) -> bool:
         """Gives a row the blocks its tokens need, or lets it skip the step; False if it had to preempt."""
@@ -209,9 +202,8 @@ class Scheduler:
         elif self.kv_cache.has_deferred:
             counts[index] = 0
         else:
-            victim = self._rows.last()
-            draft.forget(victim.row)
-            self.table.preempt(victim)
+            # The last in order cannot have got blocks in this step: it would have been the last to ask.
+            self.table.preempt(self._rows.last())
             return False
         return True
 
@@ -249,15 +241,15 @@ class Scheduler:
                     sampling=request.params.sampling,
                 )
             )
-            self._publish(draft, request, cached + count)
+            self._publish(request, cached + count)
         return rows, counts
 
     def _next_to_admit(self) -> Request | None:
-        """Head of the queue; while admission is paused only one that had been admitted before."""
-        request = self._waiting.peek()
-        if request is not None and self.admission == "paused" and request.admitted_time == -math.inf:
-            return None
-        return request
+        """Head of the queue; while admission is paused, of those in it that had been admitted before."""
+        if self.admission == "paused":
+            preempted = (request for request in self._waiting if request.admitted_time > -math.inf)
+            return min(preempted, key=lambda request: request.key, default=None)
+        return self._waiting.peek()
 
     def _issue(self, draft: _Draft, rows: Int32s, counts: Int32s, now: float) -> StepInFlight:
         """Counts the chosen tokens as computed and describes the step."""
@@ -272,7 +264,7 @@ class Scheduler:
         positions = expected[samples]
         columns.expected[drawing] = positions + 1
         for row in {*draft.grown, *rows[counts > 1].tolist()}:
-            self._publish(draft, columns.requests[row], int(columns.computed[row]))
+            self._publish(columns.requests[row], int(columns.computed[row]))
         output = SchedulerOutput(
             step_id=self._num_steps,
             rows=rows,
@@ -292,12 +284,11 @@ class Scheduler:
             positions=positions,
             requests=columns.requests[drawing],
             all_requests=columns.requests[rows],
-            published=draft.published,
         )
 
-    def _publish(self, draft: _Draft, request: Request, num_computed: int) -> None:
+    def _publish(self, request: Request, num_computed: int) -> None:
         known = self._rows.token_ids[request.row, : self._rows.known[request.row]]
-        draft.published += self.kv_cache.publish(request, known, num_computed)
+        self.kv_cache.publish(request, known, num_computed, self._num_steps)
 
     # Update -----------------------------------------------------------------------------------
 
@@ -305,7 +296,8 @@ class Scheduler:
         """Takes in what a step drew. Steps come back in the order they were issued."""
         now = self._clock()
         self.kv_cache.step_returned(step.output.step_id)
-        self._prefill_rate.observe(step.output.num_tokens, now - step.scheduled_time)
+        # One token of each row is not prefill, or not enough to matter.
+        self._prefill_rate.observe(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
         columns = self._rows
         rows, positions = step.rows, step.positions
         current = columns.epoch[rows] == step.epochs
@@ -313,10 +305,10 @@ class Scheduler:
             for index in np.flatnonzero(~current).tolist():
                 self._deliver_late(step, index, int(token_ids[index]), now)
             rows, positions, token_ids = rows[current], positions[current], token_ids[current]
-        as_expected = columns.known[rows] == positions
+        as_expected = (columns.known[rows] == positions) & (token_ids >= 0) & (token_ids < len(self._is_eos))
         if not as_expected.all():
             for row in rows[~as_expected].tolist():
-                self.table.finish(columns.requests[row], FinishReason.ERROR, "a step returned a token out of place")
+                self.table.finish(columns.requests[row], FinishReason.ERROR, _MISPLACED)
             rows, positions, token_ids = rows[as_expected], positions[as_expected], token_ids[as_expected]
         columns.token_ids[rows, positions] = token_ids
         columns.known[rows] = positions + 1
@@ -337,15 +329,14 @@ class Scheduler:
 
         What the step was to fill is withdrawn; whoever already built on it starts over.
         """
-        self.kv_cache.step_returned(step.output.step_id)
-        self.kv_cache.withdraw(step.published)
+        false_blocks = self.kv_cache.step_failed(step.output.step_id)
         for request in step.all_requests:
             if request.state is State.RUNNING:
                 self.table.finish(request, FinishReason.ERROR, message)
-        false_blocks = set(step.published)
         for request in self.table.running():
             if not false_blocks.isdisjoint(request.block_ids):
-                self.table.preempt(request, dropped_step=self._num_steps - 1)
+                self.table.preempt(request, publish=False)
+        self.table.drop_in_flight(self._num_steps - 1)
 
     def expire(self, now: float) -> None:
         """Ends the requests whose time is up."""
@@ -357,8 +348,9 @@ class Scheduler:
         request: Request = step.requests[index]
         if request.state is State.FINISHED or step.output.step_id <= request.dropped_step:
             return
-        if request.state is State.RUNNING or len(request.token_ids) != step.positions[index]:
-            self.table.finish(request, FinishReason.ERROR, "a step returned a token out of place")
+        in_place = request.state is State.WAITING and len(request.token_ids) == step.positions[index]
+        if not in_place or not 0 <= token_id < len(self._is_eos):
+            self.table.finish(request, FinishReason.ERROR, _MISPLACED)
             return
         request.token_ids = np.append(request.token_ids, np.int32(token_id))
         if request.first_token_time == -math.inf:

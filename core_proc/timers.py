@@ -13,11 +13,20 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+MAX_WAIT = 3600.0
+"""Seconds after which whoever waits looks again: locks refuse timeouts of centuries."""
+
+
 class Timers:
     """A heap of (time, arrival, reason, request). Entries of requests that ended surface and are skipped."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, FinishReason, Request]] = []
+        self._sweep_at = 64
+
+    def __len__(self) -> int:
+        """Entries, of ended requests too."""
+        return len(self._heap)
 
     def add(self, request: Request) -> None:
         """Starts the timers a request asks for; their times are in seconds from its arrival."""
@@ -28,6 +37,11 @@ class Timers:
         ):
             if seconds is not None:
                 heapq.heappush(self._heap, (request.arrival_time + seconds, request.arrival, reason, request))
+        if len(self._heap) > self._sweep_at:
+            # Requests that ended long before their time would be kept until then.
+            self._heap = [entry for entry in self._heap if _applies(entry[3], entry[2])]
+            heapq.heapify(self._heap)
+            self._sweep_at = 2 * len(self._heap) + 64
 
     def due(self, now: float) -> Iterator[tuple[Request, FinishReason]]:
         """Requests whose time is up, and why."""
@@ -40,7 +54,7 @@ class Timers:
         """Until the next timer that still applies; None if there is none."""
         while self._heap and not _applies(self._heap[0][3], self._heap[0][2]):
             heapq.heappop(self._heap)
-        return max(0.0, self._heap[0][0] - now) if self._heap else None
+        return min(max(0.0, self._heap[0][0] - now), MAX_WAIT) if self._heap else None
 
 
 class PrefillRate:
@@ -54,8 +68,12 @@ class PrefillRate:
 
     def __init__(self) -> None:
         self._tokens_per_second = 0.0
+        self._last_return = -math.inf
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, scheduled_time: float, now: float) -> None:
+        """A step is back. Behind another one in flight, it began when that one was back."""
+        seconds = now - max(scheduled_time, self._last_return)
+        self._last_return = now
         if num_tokens >= self.MIN_TOKENS and seconds > 0:
             self._tokens_per_second = max(num_tokens / seconds, 0.9 * self._tokens_per_second)
 

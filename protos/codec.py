@@ -65,7 +65,7 @@ class FrameDecoder(Generic[MessageT]):
                 start = end
                 try:
                     message = self._decoder.decode(body)
-                except msgspec.DecodeError as error:
+                except (msgspec.DecodeError, RecursionError) as error:
                     raise FrameError(f"malformed message: {error}") from None
                 yield message
         finally:

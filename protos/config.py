@@ -35,7 +35,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     device: Annotated[Device, Meta(description="auto takes a GPU where there is one")] = "auto"
     max_model_len: Annotated[
         int,
-        Meta(ge=0, description="longest prompt + output, tokens; 0 is the model's limit or what the KV cache can hold"),
+        Meta(
+            ge=0,
+            le=1 << 24,
+            description="longest prompt + output, tokens; 0 is the model's limit or what the KV cache can hold",
+        ),
     ] = 0
 
 
@@ -45,10 +49,14 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size: Annotated[int, Meta(ge=8, le=256, description="tokens per KV block, a multiple of 8")] = 16
     kv_cache_memory: Annotated[
         int,
-        Meta(ge=0, description="MiB for the KV cache; 0 is a third of the memory free at start, on a CPU at most 1024"),
+        Meta(
+            ge=0,
+            le=1 << 24,
+            description="MiB for the KV cache; 0 is a third of the memory free at start, on a CPU at most 1024",
+        ),
     ] = 0
     num_kv_blocks: Annotated[
-        int, Meta(ge=0, description="number of KV blocks; 0 derives it from --kv-cache-memory")
+        int, Meta(ge=0, le=1 << 28, description="number of KV blocks; 0 derives it from --kv-cache-memory")
     ] = 0
     prefix_caching: Annotated[bool, Meta(description="share the KV blocks of equal prompt prefixes")] = True
 
@@ -58,12 +66,14 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences running at once")] = 256
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=1, description="tokens computed per step, prompts and outputs together")
+        int, Meta(ge=1, le=1 << 20, description="tokens computed per step, prompts and outputs together")
     ] = 2048
     long_prefill_threshold: Annotated[
         int,
         Meta(
-            ge=0, description="prompt tokens per request and step while others have work; 0 is a quarter of the budget"
+            ge=0,
+            le=1 << 20,
+            description="prompt tokens per request and step while others have work; 0 is a quarter of the budget",
         ),
     ] = 0
     max_steps_in_flight: Annotated[
@@ -77,9 +87,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ExecutorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The workers."""
 
-    num_threads: Annotated[int, Meta(ge=0, description="CPU threads of a worker; 0 is one per core")] = 0
+    num_threads: Annotated[int, Meta(ge=0, le=4096, description="CPU threads of a worker; 0 is one per core")] = 0
     null_step_ms: Annotated[
-        float, Meta(ge=0, description="simulated device time per step of the 'null' model, milliseconds")
+        float, Meta(ge=0, le=60_000, description="simulated device time per step of the 'null' model, milliseconds")
     ] = 0.0
 
 
@@ -101,12 +111,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; empty has none")] = ""
     max_queued_requests: Annotated[
-        int, Meta(ge=0, description="requests waiting beyond those that run; more get RESOURCE_EXHAUSTED")
+        int, Meta(ge=0, le=1 << 20, description="requests waiting beyond those that run; more get RESOURCE_EXHAUSTED")
     ] = 1024
     max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 64
-    drain_timeout: Annotated[float, Meta(ge=0, description="seconds that running streams get after SIGTERM")] = 30.0
+    drain_timeout: Annotated[
+        float, Meta(ge=0, le=1e6, description="seconds that running streams get after SIGTERM")
+    ] = 30.0
     step_timeout: Annotated[
-        float, Meta(gt=0, description="seconds the core may be silent before health turns NOT_SERVING")
+        float, Meta(gt=0, le=1e6, description="seconds the core may be silent before health turns NOT_SERVING")
     ] = 60.0
     log_format: Annotated[Literal["text", "json"], Meta(description="one line per request, in this form")] = "text"
     log_prompts: Annotated[bool, Meta(description="also log prompts and outputs")] = False

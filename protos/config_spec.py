@@ -15,7 +15,16 @@ from protos.model_spec import ModelSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+    "longrope": ("short_factor", "long_factor"),
+}
+"""Kinds of rotary embedding, with the parameters that a checkpoint must give."""
+ACTIVATIONS = ("silu",)
 _COMMON_DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -104,11 +113,24 @@ def to_spec(path: object, values: dict[str, Any]) -> ModelSpec:
             raise StartupError(f"{path}: {name} is {getattr(spec, name)}")
     if spec.num_heads % spec.num_kv_heads:
         raise StartupError(f"{path}: {spec.num_heads} attention heads do not share {spec.num_kv_heads} KV heads evenly")
-    if spec.rope.kind not in ROPE_KINDS:
-        raise StartupError(
-            f"{path}: rope type {spec.rope.kind} is not supported; supported are {', '.join(ROPE_KINDS)}"
-        )
+    if spec.hidden_act not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise StartupError(f"{path}: activation {spec.hidden_act} is not supported; supported are {known}")
+    _check_rope(path, spec)
     return spec
+
+
+def _check_rope(path: object, spec: ModelSpec) -> None:
+    rope = spec.rope
+    if rope.kind not in ROPE_KINDS:
+        raise StartupError(f"{path}: rope type {rope.kind} is not supported; supported are {', '.join(ROPE_KINDS)}")
+    pairs = int(spec.head_dim * rope.partial_factor) // 2
+    for key in ROPE_KINDS[rope.kind]:
+        value = rope.scaling.get(key)
+        if not isinstance(value, list if key in ("short_factor", "long_factor") else int | float):
+            raise StartupError(f"{path}: rope type {rope.kind} needs {key}, not {value!r}")
+        if isinstance(value, list) and len(value) != pairs:
+            raise StartupError(f"{path}: rope {key} has {len(value)} entries for {pairs} pairs of dimensions")
 
 
 def _read_json(path: Path, required: bool = True) -> dict[str, Any]:

@@ -73,6 +73,7 @@ _STRING, _ARRAY = 8, 9
 _U32, _U64, _TYPE_AND_COUNT = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<IQ")
 _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
+_MAX_PROBLEM = 300
 
 
 class GGUFTensor(msgspec.Struct, frozen=True):
@@ -215,4 +216,6 @@ class _Header:
         return self._data[start:end]
 
     def _error(self, problem: str) -> StartupError:
-        return StartupError(f"{self._path}: {problem}")
+        # A name in a damaged file can be anything; the message stays one readable line.
+        printable = "".join(character if character.isprintable() else "?" for character in problem)
+        return StartupError(f"{self._path}: {printable[:_MAX_PROBLEM]}")

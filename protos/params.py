@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from protos.errors import InvalidRequestError
 
+MAX_TOKENS = (1 << 32) - 1
+"""What the wire can say; the context ends an output long before."""
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 256
@@ -23,9 +25,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Annotated[float | None, Meta(description="0 is greedy; default: the model's, else 1")] = None
     top_p: Annotated[
         float | None,
-        Meta(
-            description="the likeliest tokens that together reach this probability, in (0, 1]; default: 1"
-        ),
+        Meta(description="the likeliest tokens that together reach this probability, in (0, 1]; default: 1"),
     ] = None
     top_k: Annotated[
         int | None,
@@ -63,14 +63,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequestError(name, f"must be in [{low:g}, {high:g}], not {value}")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError("sampling.top_p", f"must be in (0, 1], not {self.top_p}")
-        if self.top_k is not None and self.top_k < 0:
-            raise InvalidRequestError("sampling.top_k", f"must not be negative, not {self.top_k}")
+        if self.top_k is not None and not 0 <= self.top_k <= MAX_TOKENS:
+            raise InvalidRequestError("sampling.top_k", f"must be in [0, {MAX_TOKENS}], not {self.top_k}")
         if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise InvalidRequestError("sampling.seed", f"must fit 64 bits without a sign, not {self.seed}")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidRequestError("stop.max_tokens", f"must be at least 1, not {self.max_tokens}")
-        if self.min_tokens < 0:
-            raise InvalidRequestError("stop.min_tokens", f"must not be negative, not {self.min_tokens}")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS:
+            raise InvalidRequestError("stop.max_tokens", f"must be in [1, {MAX_TOKENS}], not {self.max_tokens}")
+        if not 0 <= self.min_tokens <= MAX_TOKENS:
+            raise InvalidRequestError("stop.min_tokens", f"must be in [0, {MAX_TOKENS}], not {self.min_tokens}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(
                 "stop.min_tokens", f"{self.min_tokens} is more than max_tokens, {self.max_tokens}"

@@ -262,6 +262,8 @@ def test_output_is_limited_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}xxxxxxxxxx{% endfor %}{% endfor %}"
     with pytest.raises(InvalidRequestError, match="longer than 1000 characters"):
         render(endless)
+    with pytest.raises(InvalidRequestError, match="longer than 1000 characters"):
+        render("{{ 'x' * 1001 }}")
     assert len(render("{{ 'x' * 1000 }}")) == 1000
 
 

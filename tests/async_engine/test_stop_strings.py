@@ -49,7 +49,7 @@ def reference(stops: list[str], pieces: list[str], skipped: int) -> tuple[int, s
 
 
 @given(stops=stops_of, pieces=cut_texts(), include_match=st.booleans(), data=st.data())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_first_completing_match_wins_and_text_is_cut_there(
     stops: list[str], pieces: list[str], include_match: bool, data: st.DataObject
 ) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
@@ -19,6 +19,8 @@ from async_engine import tokenizer as tokenizer_module
 from async_engine.tokenizer import INLINE_CHARACTERS, Tokenizer, byte_tokenizer, load_tokenizer
 from protos.errors import InvalidRequestError, StartupError
 
+TABLES_OF_UNICODE = [HealthCheck.too_slow]
+"""hypothesis makes them at the first draw of any text in a fresh checkout."""
 ROOT = Path(__file__).parents[2]
 BYTE_TOKENS = {character: byte for byte, character in enumerate(tokenizer_module.byte_alphabet())}
 
@@ -42,7 +44,7 @@ def write_directory(path: Path, config: dict[str, Any] | None = None, backend: B
 
 
 @given(text=st.text())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=TABLES_OF_UNICODE)
 def test_byte_tokenizer_writes_text_as_its_bytes(text: str) -> None:
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text, False)

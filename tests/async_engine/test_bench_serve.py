@@ -1,0 +1,235 @@
+"""`tailrace bench serve`: what it sends, what it makes of the answers, and the command against a real server."""
+
+import asyncio
+import json
+
+import grpc
+import msgspec
+import pytest
+
+from async_engine import cli
+from async_engine.bench_client import AttachSender, Milestone, Record, StreamSender, open_channel
+from async_engine.bench_options import ServeBenchOptions, parse
+from async_engine.bench_serve import inter_token_gaps, make_report, make_specs, measure
+from async_engine.bench_table import format_table
+from protos.tailrace.v1 import generation_pb2 as pb
+from protos.tailrace.v1 import generation_pb2_grpc
+from tests.e2e.serving import ServerProcess, run, serving, until
+
+LATENCIES = {"ttft_ms", "inter_token_ms", "e2e_ms"}
+
+
+def record(sent, receipts, ended, status="OK", message=""):
+    made = Record()
+    made.sent = sent
+    for now, count in receipts:
+        made.add(now, count)
+    made.end(status, message)
+    made.ended = ended
+    return made
+
+
+def test_prompts_share_their_prefix_and_nothing_else():
+    options = ServeBenchOptions(num_requests=3, prompt_tokens=20, shared_prefix_tokens=12, vocab_size=50)
+    specs = list(make_specs(options))
+    prompts = [list(spec.token_ids.ids) for spec in specs]
+    assert {len(prompt) for prompt in prompts} == {20}
+    assert len({tuple(prompt[:12]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[12:]) for prompt in prompts}) == 3
+    assert max(map(max, prompts)) < 50
+    assert len({spec.request_id for spec in specs}) == 3
+    assert prompts == [list(spec.token_ids.ids) for spec in make_specs(options)], "a seed gives the same prompts"
+
+
+def test_outputs_have_exactly_the_length_asked_for():
+    (spec,) = make_specs(ServeBenchOptions(num_requests=1, output_tokens=7, text=False))
+    assert spec.stop.max_tokens == 7
+    assert spec.stop.ignore_eos
+    assert not spec.output.text
+
+
+def test_tokens_that_come_together_share_the_wait():
+    assert list(inter_token_gaps(record(0.0, [(1.0, 1), (1.5, 1), (2.5, 2)], 3.0))) == [0.5, 0.5, 0.5]
+    assert list(inter_token_gaps(record(0.0, [(1.0, 5)], 3.0))) == []
+
+
+def test_the_report_counts_what_completed_and_what_failed():
+    records = [
+        record(10.0, [(10.25, 1), (10.5, 1)], 11.0),
+        record(10.0, [(10.75, 2)], 12.0),
+        record(10.0, [(10.1, 1)], 10.2, "UNAVAILABLE", "gone"),
+    ]
+    report = make_report(ServeBenchOptions(prompt_tokens=8), records, 2.0)
+    assert report["completed"] == 2
+    assert report["errors"] == {"UNAVAILABLE": 1}
+    assert report["first_error"] == "gone"
+    assert report["output_tokens_per_s"] == 2.0
+    assert report["prompt_tokens_per_s"] == 8.0
+    assert report["ttft_ms"]["mean"] == 500.0
+    assert report["inter_token_ms"]["p99"] == 250.0
+    assert report["e2e_ms"]["p50"] == 1500.0
+
+
+def test_a_report_without_results_has_no_latencies():
+    report = make_report(ServeBenchOptions(), [record(0.0, [], 1.0, "INTERNAL")], 1.0)
+    assert all(report[key] == {} for key in LATENCIES)
+
+
+@pytest.mark.parametrize("method", ["stream", "attach"])
+@pytest.mark.parametrize("text", [True, False])
+def test_the_loop_is_closed_by_concurrency(tmp_path, method, text):
+    async def main():
+        address, most = f"unix:{tmp_path}/socket", 0
+        async with serving(server={"listen": address}, null_step_ms=2) as (llm, _, _):
+            register = llm.register
+
+            def count(*arguments):
+                nonlocal most
+                state = register(*arguments)
+                most = max(most, llm.num_live)
+                return state
+
+            llm.register = count
+            options = ServeBenchOptions(
+                address=address, num_requests=12, concurrency=3, output_tokens=9, method=method, text=text
+            )
+            return await measure(options), most
+
+    report, most = run(main)
+    assert report["completed"] == 12
+    assert report["errors"] == {}
+    assert report["output_tokens_per_s"] == pytest.approx(12 * 9 / report["seconds"], rel=0.05)
+    assert 1 < most <= 6, "three at once, and at most as many that are just being released"
+    assert all(report[key]["mean"] > 0 for key in LATENCIES)
+
+
+def test_an_open_loop_does_not_wait_for_answers(tmp_path):
+    async def main():
+        address = f"unix:{tmp_path}/socket"
+        async with serving(server={"listen": address}) as (llm, _, _):
+            await llm.core.call("freeze")
+            options = ServeBenchOptions(address=address, num_requests=20, concurrency=1, rate=1000.0)
+            task = asyncio.create_task(measure(options))
+            await until(lambda: llm.num_live == 20)
+            await llm.core.call("resume")
+            return await task
+
+    assert run(main)["completed"] == 20
+
+
+@pytest.mark.parametrize("method", ["stream", "attach"])
+def test_refused_requests_are_counted(tmp_path, method):
+    async def main():
+        address = f"unix:{tmp_path}/socket"
+        async with serving(server={"listen": address}):
+            return await measure(ServeBenchOptions(address=address, num_requests=5, vocab_size=10**6, method=method))
+
+    report = run(main)
+    assert report["errors"] == {"INVALID_ARGUMENT": 5}
+    assert "outside the vocabulary" in report["first_error"]
+
+
+class Leaver(generation_pb2_grpc.GenerationServiceServicer):
+    """Ends each call after the first message."""
+
+    def __init__(self, code):
+        self._code = code
+
+    async def Attach(self, request_iterator, context):
+        async for _ in request_iterator:
+            if self._code is not None:
+                await context.abort(self._code, "gone")
+            return
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE gone"), (None, "UNKNOWN the server ended the call")]
+)
+def test_all_requests_end_with_their_attach_call(tmp_path, code, status):
+    async def main():
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(Leaver(code), server)
+        server.add_insecure_port(f"unix:{tmp_path}/socket")
+        await server.start()
+        records = [Record() for _ in range(4)]
+        async with open_channel(f"unix:{tmp_path}/socket") as channel, AttachSender(channel) as sender:
+            for chunk in (records[:3], records[3:]):  # at once, and when the call is over
+                runs = [sender.run(pb.GenerationSpec(request_id=str(id(each))), each) for each in chunk]
+                await asyncio.gather(*runs)
+        await server.stop(0)
+        return {f"{each.status} {each.message}" for each in records}
+
+    assert run(main) == {status}
+
+
+def test_a_milestone_is_passed_when_the_last_record_is_there():
+    async def main():
+        first, second = Record(), Record()
+        first.add(0.0, 5)
+        milestone = Milestone([first, second], 2)
+        first.add(0.0, 1)
+        second.add(0.0, 2)
+        assert not milestone.passed.is_set()
+        first.add(0.0, 3)
+        assert milestone.passed.is_set()
+
+    run(main)
+
+
+def test_a_record_is_open_when_the_server_has_the_request(tmp_path):
+    async def main():
+        address = f"unix:{tmp_path}/socket"
+        async with serving(server={"listen": address}) as (llm, _, _), open_channel(address) as channel:
+            await llm.core.call("freeze")
+            record = Record()
+            spec = pb.GenerationSpec(text="hi")
+            task = asyncio.create_task(StreamSender(channel).run(spec, record))
+            await record.opened.wait()
+            assert llm.num_live == 1
+            task.cancel()
+            await asyncio.wait([task])
+            await until(lambda: llm.num_live == 0)
+
+    run(main)
+
+
+def test_options_are_validated():
+    arguments = cli.make_parser().parse_args(["bench", "serve", "--concurrency", "0"])
+    with pytest.raises(Exception, match="concurrency: Expected `int` >= 1"):
+        parse(ServeBenchOptions, arguments)
+
+
+def test_the_command_prints_one_line_of_json(capsys):
+    with ServerProcess("null", "--listen", "127.0.0.1:0") as server:
+        address = server.wait_ready().address
+        load = ["--num-requests", "4", "--prompt-tokens", "8", "--output-tokens", "4"]
+        assert cli.main(["bench", "serve", "--address", address, "--json", *load]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        report = json.loads(line)
+        assert report["completed"] == 4
+        assert report["options"] == msgspec.structs.asdict(
+            ServeBenchOptions(address=address, json=True, num_requests=4, prompt_tokens=8, output_tokens=4)
+        )
+        assert cli.main(["bench", "serve", "--address", address, "--method", "attach", *load]) == 0
+        table = capsys.readouterr().out
+        assert "4 of 4 requests" in table
+        assert "time to first token" in table
+        assert cli.main(["bench", "serve", "--address", address, "--vocab-size", "1000000", *load]) == 1
+        assert "4 INVALID_ARGUMENT (token_ids: " in capsys.readouterr().out
+        assert server.stop() == 0
+
+
+def test_errors_of_the_command_are_one_line(tmp_path, capsys):
+    assert cli.main(["bench", "serve", "--shared-prefix-tokens", "500"]) == 2
+    assert "shared_prefix_tokens: is more than prompt_tokens, 128" in capsys.readouterr().err
+
+
+def test_nobody_there_is_one_line(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("async_engine.bench_serve.CONNECT_SECONDS", 0.2)
+    assert cli.main(["bench", "serve", "--address", f"unix:{tmp_path}/nobody"]) == 2
+    assert capsys.readouterr().err.startswith("tailrace: nothing serves gRPC on unix:")
+
+
+def test_tables_align():
+    table = format_table(["name", "a", "long head"], [["x", 1.0, 12345.678], ["longer", 23.456, "-"]])
+    assert table.splitlines() == ["name       a  long head", "x       1.00     12,346", "longer  23.5          -"]

@@ -1,0 +1,277 @@
+"""Fakes that run everything above the model without one.
+
+`PagedFakeWorker` keeps a fake paged KV cache. A cell depends on its token and on the cell before it as
+the block table finds it; a token drawn depends on all cells of its sequence as the table finds them.
+So a block that is reused too early, shared wrongly or never computed changes tokens, and `Reference`,
+which knows no cache, tells.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.messages import Sampling
+from protos.step import NULL_BLOCK, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+EOS = 0
+VOCAB_SIZE = 256
+FIRST_DRAWN = 2
+"""Ids from here on are drawn; the smaller ones, EOS among them, only when they are forced."""
+MAX_LEN = 4096
+POISON = np.uint64(0xDEAD_BEEF_DEAD_BEEF)
+"""In cells that nobody wrote, or whose block was given back."""
+
+_MASK = (1 << 64) - 1
+_WEIGHTS: npt.NDArray[np.uint64] = (
+    np.arange(1, MAX_LEN + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+) | np.uint64(1)
+
+Forced = dict[int, dict[int, int]]
+"""By seed: tokens that are drawn whatever the cache says, by their index in the output."""
+
+
+class InjectedError(Exception):
+    """A step failed because the test said so."""
+
+
+def _mix(left: int, right: int) -> int:
+    value = ((left ^ right) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 30)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def fill_cells(token_ids: Iterable[int], before: int) -> list[int]:
+    """What the cache holds for tokens that follow the cell `before`."""
+    cells = []
+    for token_id in token_ids:
+        before = _mix(before, token_id + 1)
+        cells.append(before)
+    return cells
+
+
+def draw(cells: npt.NDArray[np.uint64], num_prompt_tokens: int, sampling: Sampling, forced: Mapping[int, int]) -> int:
+    """The token that follows a sequence. As a sampler must, draws no end below `min_tokens`."""
+    index = len(cells) - num_prompt_tokens
+    banned = {EOS, *sampling.stop_token_ids} if index < sampling.min_tokens else set()
+    if index in forced and forced[index] not in banned:
+        return forced[index]
+    value = int(np.bitwise_xor.reduce(cells * _WEIGHTS[: len(cells)]))
+    while True:
+        value = _mix(value ^ len(cells), sampling.seed)
+        token_id = FIRST_DRAWN + value % (VOCAB_SIZE - FIRST_DRAWN)
+        if token_id not in banned:
+            return token_id
+
+
+class Reference:
+    """The output of a request that is alone in an engine without a cache, as far as it was asked for."""
+
+    def __init__(
+        self, prompt: Sequence[int], sampling: Sampling, forced: Mapping[int, int] | None = None, weights: int = 1
+    ) -> None:
+        self.weights = weights
+        """Stands for the model: other weights, other tokens from here on."""
+        self._prompt = list(prompt)
+        self._output: list[int] = []
+        self._sampling = sampling
+        self._forced = forced or {}
+
+    def __getitem__(self, index: int) -> int:
+        while len(self._output) <= index:
+            cells = np.array(fill_cells(self._prompt + self._output, self.weights), np.uint64)
+            self._output.append(draw(cells, len(self._prompt), self._sampling, self._forced))
+        return self._output[index]
+
+
+def expected_tokens(prompt: Sequence[int], n: int, seed: int = 0, **sampling: Any) -> list[int]:
+    """The first `n` tokens of `Reference`."""
+    reference = Reference(prompt, Sampling(seed=seed, **sampling))
+    return [reference[index] for index in range(n)]
+
+
+@dataclass(eq=False)
+class _Row:
+    """One request's time in a row, as a worker knows it."""
+
+    token_ids: list[int]
+    table: list[int]
+    num_prompt_tokens: int
+    sampling: Sampling
+    computed: int | None = None
+    """Tokens from the start that steps have computed; None before the first."""
+
+
+def _apply_diff(rows: dict[int, _Row], step: SchedulerOutput) -> None:
+    for new in step.new_rows:
+        rows[new.row] = _Row(new.token_ids.tolist(), list(new.block_ids), new.num_prompt_tokens, new.sampling)
+    for row, block in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
+        rows[row].table.append(block)
+
+
+class StepChecker:
+    """What the scheduler promises its workers, checked as steps are issued and return."""
+
+    def __init__(self, block_size: int, max_model_len: int, max_num_seqs: int, budget: int) -> None:
+        self.violations: list[str] = []
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._max_num_seqs = max_num_seqs
+        self._budget = budget
+        self._rows: dict[int, _Row] = {}
+        self._next_step = 0
+        self._in_flight: dict[int, set[tuple[int, _Row]]] = {}
+        """The blocks a step reads or writes and for whom, until it is back."""
+
+    def issued(self, step: SchedulerOutput) -> None:
+        self._step = step
+        self._check_form(step)
+        _apply_diff(self._rows, step)
+        touched: set[tuple[int, _Row]] = set()
+        writers: dict[int, int] = {}
+        for row, start, count, samples in zip(
+            step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist(), strict=True
+        ):
+            state = self._rows.get(row)
+            if state is None:
+                self._expect(False, f"row {row} is unknown")
+                continue
+            end = start + count
+            self._check_row(row, state, start, end, samples)
+            state.computed = end
+            if samples:
+                state.token_ids.append(-1)
+            written = state.table[start // self._block_size : -(-end // self._block_size)]
+            for block in written:
+                self._expect(block not in writers, f"rows {row} and {writers.get(block)} write block {block}")
+                writers[block] = row
+                for other, blocks in self._in_flight.items():
+                    reused = any(b == block and owner is not state for b, owner in blocks)
+                    self._expect(not reused, f"block {block} is reused while step {other} is in flight")
+            touched |= {(block, state) for block in state.table}
+        self._in_flight[step.step_id] = touched
+
+    def returned(self, step_id: int) -> None:
+        self._expect(min(self._in_flight) == step_id, f"step {step_id} returns out of order")
+        del self._in_flight[step_id]
+
+    def _check_form(self, step: SchedulerOutput) -> None:
+        self._expect(step.step_id == self._next_step, f"step {self._next_step} was expected")
+        self._next_step = step.step_id + 1
+        for name in ("rows", "starts", "counts", "block_rows", "block_ids"):
+            if getattr(step, name).dtype != np.int32:
+                self._expect(False, f"{name} is {getattr(step, name).dtype}")
+        self._expect(step.samples.dtype == np.bool_, "samples is no bool")
+        rows = step.rows.tolist()
+        self._expect(0 < len(rows) == len(set(rows)) <= self._max_num_seqs, f"rows {rows}")
+        self._expect(set(rows) >= {new.row for new in step.new_rows}, "a new row computes nothing")
+        self._expect(set(rows) >= set(step.block_rows.tolist()), "a row grows and computes nothing")
+        self._expect(step.num_tokens <= self._budget, f"{step.num_tokens} tokens are over the budget")
+
+    def _check_row(self, row: int, state: _Row, start: int, end: int, samples: bool) -> None:
+        known = len(state.token_ids)
+        self._expect(start < end <= known, f"row {row} computes {start}:{end} of {known} tokens")
+        self._expect(state.computed in (None, start), f"row {row} starts at {start}, not at {state.computed}")
+        self._expect(state.computed is not None or start % self._block_size == 0, f"row {row} starts inside a block")
+        self._expect(samples == (end == known), f"row {row} draws at {end} of {known} tokens")
+        self._expect(known < self._max_model_len, f"row {row} has {known} tokens")
+        self._expect(len(state.table) == -(-end // self._block_size), f"row {row}: {len(state.table)} blocks for {end}")
+        self._expect(len(set(state.table)) == len(state.table), f"row {row} holds a block twice: {state.table}")
+        self._expect(NULL_BLOCK not in state.table, f"row {row} holds the null block")
+
+    def _expect(self, condition: bool, message: str) -> None:
+        if not condition:
+            self.violations.append(f"step {self._step.step_id}: {message}")
+
+
+@dataclass
+class PagedFakeWorker:
+    """A worker in the sense of `gpu_executor.uniproc`, with scripted mishaps.
+
+    `issue` may be called when a step is issued, before it is carried out by `execute` and `sample`.
+    """
+
+    num_blocks: int = 33
+    block_size: int = 4
+    max_model_len: int = 128
+    max_num_seqs: int = 8
+    budget: int = 64
+    depth: int = 1
+    forced: Forced = field(default_factory=dict)
+    fail_steps: set[int] = field(default_factory=set)
+    """Steps that raise and leave poison where they were to write."""
+    weights: int = 1
+    steps: list[SchedulerOutput] = field(default_factory=list)
+    false_reads: list[str] = field(default_factory=list)
+    """Cells that were not what their sequence should have there."""
+
+    def __post_init__(self) -> None:
+        self.kv = np.full((self.num_blocks, self.block_size), POISON, np.uint64)
+        self.checker = StepChecker(self.block_size, self.max_model_len, self.max_num_seqs, self.budget)
+        self._rows: dict[int, _Row] = {}
+        self._drawn: list[int] = []
+
+    def load(self, report: Callable[[int, int], None]) -> WorkerInfo:
+        report(1, 1)
+        return WorkerInfo(self.num_blocks, self.max_model_len, VOCAB_SIZE, "none", "fake", 0, 0, self.depth)
+
+    def issue(self, step: SchedulerOutput) -> None:
+        self.steps.append(step)
+        self.checker.issued(step)
+
+    def execute(self, step: SchedulerOutput) -> None:
+        if not self.steps or self.steps[-1].step_id < step.step_id:
+            self.issue(step)
+        self._step = step
+        self._drawn = []
+        _apply_diff(self._rows, step)
+        failing = step.step_id in self.fail_steps
+        schedule = list(
+            zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist(), strict=True)
+        )
+        for row, start, count, _ in schedule:
+            self._write(self._rows[row], start, start + count, failing)
+        for row, start, count, samples in schedule:
+            state = self._rows[row]
+            cells = self._read(row, state, start + count)
+            if samples:
+                forced = self.forced.get(state.sampling.seed, {})
+                token_id = draw(cells, state.num_prompt_tokens, state.sampling, forced)
+                state.token_ids.append(token_id)  # the next step may come before the core knows it
+                self._drawn.append(token_id)
+        if failing:
+            self.checker.returned(step.step_id)
+            raise InjectedError(f"step {step.step_id}")
+
+    def sample(self) -> ModelRunnerOutput:
+        self.checker.returned(self._step.step_id)
+        return ModelRunnerOutput(self._step.step_id, np.array(self._drawn, np.int32))
+
+    def poison(self, blocks: list[int]) -> None:
+        self.kv[blocks] = POISON
+
+    def _cells(self, state: _Row, end: int) -> npt.NDArray[np.uint64]:
+        blocks = state.table[: -(-end // self.block_size)]
+        cells: npt.NDArray[np.uint64] = self.kv[blocks].reshape(-1)[:end]
+        return cells
+
+    def _write(self, state: _Row, start: int, end: int, failing: bool) -> None:
+        before = int(self._cells(state, start)[-1]) if start else self.weights
+        cells = fill_cells(state.token_ids[start:end], before)
+        for position, cell in zip(range(start, end), cells, strict=True):
+            block = state.table[position // self.block_size]
+            self.kv[block, position % self.block_size] = POISON if failing else cell
+
+    def _read(self, row: int, state: _Row, end: int) -> npt.NDArray[np.uint64]:
+        cells = self._cells(state, end)
+        truth = np.array(fill_cells(state.token_ids[:end], self.weights), np.uint64)
+        if (wrong := np.flatnonzero(cells != truth)).size:
+            poisoned = " (poison)" if cells[wrong[0]] == POISON else ""
+            self.false_reads.append(f"step {self._step.step_id}: row {row} at {wrong[0]} of {end}{poisoned}")
+        return cells
