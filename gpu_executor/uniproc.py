@@ -29,7 +29,8 @@ def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> SingleW
         return NullWorker(config)
     from gpu_executor.worker import Worker
 
-    return Worker(config, eos_token_ids)
+    worker: SingleWorker = Worker(config, eos_token_ids)
+    return worker
 
 
 class UniprocExecutor:
