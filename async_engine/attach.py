@@ -126,14 +126,13 @@ class AttachCall:
 
     def _take_frame(self) -> pb.AttachResponse | None:
         dirty, self._dirty = self._dirty, {}
-        events: list[pb.RequestEvent] = []
+        frame = pb.AttachResponse()
         for sink in dirty:
-            events += sink.take()
+            sink.take(frame)
             if sink.is_over:
                 self._forget(sink)
-        if not events and not self.slots:
+        if not frame.events and not self.slots:
             return None
-        frame = pb.AttachResponse(events=events)
         if self.slots:
             counts = self.counts if len(self.token_ids) != len(self.slots) else None
             frame.tokens.CopyFrom(pb.StepTokens(slots=self.slots, counts=counts, token_ids=self.token_ids))
@@ -201,6 +200,8 @@ class AttachSink:
         self._call.mark(self)
 
     def finish(self, finish: SequenceFinish) -> None:
+        if self._started is None and not self._named_slot:
+            self._started = Started(None)  # it ended in the queue
         self._finish = finish
         self._call.mark(self)
 
@@ -214,25 +215,22 @@ class AttachSink:
 
     # Into a frame -----------------------------------------------------------------------------
 
-    def take(self) -> list[pb.RequestEvent]:
-        """The events to send now. Plain token ids go to the call's columns instead, which a reader takes in
+    def take(self, frame: pb.AttachResponse) -> None:
+        """Adds the events to send now. Plain token ids go to the call's columns instead, which a reader takes in
         after `started` and before all other events of the frame."""
-        events: list[pb.RequestEvent] = []
         if self._answer is not None and self._error is None:
             if self._started is not None:
-                events.append(self._event(started=convert.from_started(self._started, self._answer)))
+                self._add_event(frame).started.CopyFrom(convert.from_started(self._started, self._answer))
                 self._started = None
             delta = self._take_delta()
             if delta is not None:
-                events.append(self._event(delta=convert.from_delta(delta, self._answer)))
+                convert.fill_delta(self._add_event(frame).delta, delta, self._answer)
             if self._summary is not None and not self._token_ids:
-                events.append(self._event(summary=convert.from_summary(self._summary)))
+                self._add_event(frame).summary.CopyFrom(convert.from_summary(self._summary))
                 self.is_over = True
         elif self._error is not None and not self.is_over:
-            status = to_status(self._error, self.request_id).SerializeToString()
-            events.append(self._event(status=status))
+            self._add_event(frame).status = to_status(self._error, self.request_id).SerializeToString()
             self.is_over = True
-        return events
 
     def _take_delta(self) -> Delta | None:
         count = len(self._token_ids)
@@ -257,11 +255,12 @@ class AttachSink:
         self._offset += len(token_ids)
         return delta
 
-    def _event(self, **event: Any) -> pb.RequestEvent:
+    def _add_event(self, frame: pb.AttachResponse) -> pb.RequestEvent:
+        """In the frame itself: an event that is put into one is copied, once per token."""
         if self._named_slot:
-            return pb.RequestEvent(request_id=self.request_id, **event)
+            return frame.events.add(request_id=self.request_id)
         self._named_slot = True
-        return pb.RequestEvent(request_id=self.request_id, slot=self._slot, **event)
+        return frame.events.add(request_id=self.request_id, slot=self._slot)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

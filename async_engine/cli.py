@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "Measure a running server, or the control plane without a model.")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
-    from async_engine.bench_options import NullBenchOptions, ServeBenchOptions
+    from async_engine.bench.options import NullBenchOptions, ServeBenchOptions
 
     for kind, text, options in (
         ("serve", "Load a running server; report TTFT, inter-token latency and tokens/s.", ServeBenchOptions),
@@ -86,13 +86,13 @@ def run(arguments: argparse.Namespace) -> int:
             prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
             return commands.generate(config, params, prompt, as_chat=arguments.chat)
         case "bench" if arguments.bench == "serve":
-            from async_engine import bench_serve
-            from async_engine.bench_options import ServeBenchOptions, parse
+            from async_engine.bench import serve as bench_serve
+            from async_engine.bench.options import ServeBenchOptions, parse
 
             return bench_serve.main(parse(ServeBenchOptions, arguments))
         case _:
-            from async_engine import bench_null
-            from async_engine.bench_options import NullBenchOptions, parse
+            from async_engine.bench import null as bench_null
+            from async_engine.bench.options import NullBenchOptions, parse
 
             return bench_null.main(parse(NullBenchOptions, arguments))
 

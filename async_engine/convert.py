@@ -169,10 +169,32 @@ class Answer(msgspec.Struct, frozen=True):
     accepted: Accepted
 
 
+class StreamWriter:
+    """Messages of one stream. Each is valid until the next: plain deltas are all written into the same one."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._wants_token_ids = wants_token_ids(answer.spec)
+        self._response = pb.GenerateStreamResponse()
+        self._sequence = self._response.delta.sequences.add()
+
+    def message(self, event: Event) -> pb.GenerateStreamResponse:
+        if type(event) is not Delta or event.finish is not None:
+            return from_event(event, self._answer)
+        sequence = self._sequence
+        sequence.offset = event.offset
+        sequence.text = event.text
+        if self._wants_token_ids:
+            sequence.token_ids[:] = event.token_ids
+        return self._response
+
+
 def from_event(event: Event, answer: Answer) -> pb.GenerateStreamResponse:
     match event:
         case Delta():
-            return pb.GenerateStreamResponse(delta=from_delta(event, answer))
+            response = pb.GenerateStreamResponse()
+            fill_delta(response.delta, event, answer)
+            return response
         case Started():
             return pb.GenerateStreamResponse(started=from_started(event, answer))
         case Progress():
@@ -238,14 +260,18 @@ def _effective(answer: Answer) -> pb.GenerationSpec:
 
 
 def from_delta(delta: Delta, answer: Answer) -> pb.OutputDelta:
-    sequence = pb.SequenceDelta(
-        offset=delta.offset,
-        token_ids=delta.token_ids if wants_token_ids(answer.spec) else None,
-        text=delta.text,
-    )
+    message = pb.OutputDelta()
+    fill_delta(message, delta, answer)
+    return message
+
+
+def fill_delta(message: pb.OutputDelta, delta: Delta, answer: Answer) -> None:
+    """Fills an empty message. In place: nested constructors would copy each level into the next, once per token."""
+    sequence = message.sequences.add(offset=delta.offset, text=delta.text)
+    if wants_token_ids(answer.spec):
+        sequence.token_ids.extend(delta.token_ids)
     if delta.finish is not None:
         sequence.finish.CopyFrom(_from_finish(delta.finish))
-    return pb.OutputDelta(sequences=[sequence])
 
 
 def _from_finish(finish: SequenceFinish) -> pb.SequenceFinish:

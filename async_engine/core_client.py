@@ -41,6 +41,8 @@ ROOT = Path(__file__).parents[1]
 PING_INTERVAL = 1.0
 """Seconds between two questions to the main loop of the core."""
 SHUTDOWN_SECONDS = 5.0
+MAX_QUEUED_OUTPUTS = 8
+"""Messages read ahead of the output processor. What it cannot take in stays in the core, which then waits."""
 
 
 class CoreClient(asyncio.Protocol):
@@ -128,6 +130,8 @@ class CoreClient(asyncio.Protocol):
                 raise self._death
             self._waiter = self._loop.create_future()
             await self._waiter
+        if len(self._outputs) == MAX_QUEUED_OUTPUTS:
+            self._transport.resume_reading()
         return self._outputs.popleft()
 
     async def close(self, grace: float = SHUTDOWN_SECONDS) -> None:
@@ -169,6 +173,8 @@ class CoreClient(asyncio.Protocol):
         match message:
             case EngineCoreOutputs():
                 self._outputs.append(message)
+                if len(self._outputs) == MAX_QUEUED_OUTPUTS:
+                    self._transport.pause_reading()
                 self._wake()
             case LoadProgress():
                 if self._on_progress:

@@ -169,7 +169,7 @@ class InputProcessor:
     def _check_scheduling(self, request: GenerationRequest) -> None:
         if abs(request.priority) > MAX_PRIORITY:
             raise InvalidRequestError("scheduling.priority", f"must fit 32 bits, not {request.priority}")
-        if request.queue_timeout is not None and request.queue_timeout < 0:
+        if request.queue_timeout is not None and not request.queue_timeout >= 0:
             raise InvalidRequestError("scheduling.queue_timeout", f"must not be negative, not {request.queue_timeout}")
 
     def _resume(

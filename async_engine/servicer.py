@@ -28,8 +28,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
         async with self._open(request.spec, context) as (stream, answer):
-            async for event in stream:
-                await context.write(convert.from_event(event, answer))
+            writer = convert.StreamWriter(answer)
+            while not stream.ended:
+                event = stream.take()
+                if event is None:
+                    await stream.ready()
+                else:
+                    await context.write(writer.message(event))
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         response = pb.GenerateResponse()

@@ -20,6 +20,8 @@ class RequestStream:
     `offset` is the position in the output of the first token to come. `coalesce` gathers that many
     tokens into each delta after the first. With `progress_interval` (seconds) and `poll_progress` a
     Progress comes whenever there was nothing else for so long.
+
+    Readers iterate, or, where every token counts, alternate `take` and `await ready()`.
     """
 
     def __init__(self, offset: int = 0, coalesce: int = 1, progress_interval: float | None = None) -> None:
@@ -34,14 +36,17 @@ class RequestStream:
         self._text: list[str] = []
         self._finish: SequenceFinish | None = None
         self._summary: Summary | None = None
+        self._progress: Progress | None = None
         self._error: TailraceError | None = None
-        self._ended = False
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self.ended = False
+        """The summary was taken: nothing more comes."""
         self.num_merged = 0
         """Tokens that joined a delta nobody had read yet."""
 
     def __repr__(self) -> str:
-        return f"RequestStream(offset={self._offset}, pending={len(self._token_ids)}, ended={self._ended})"
+        return f"RequestStream(offset={self._offset}, pending={len(self._token_ids)}, ended={self.ended})"
 
     # OutputSink -------------------------------------------------------------------------------
 
@@ -68,6 +73,10 @@ class RequestStream:
         self._error = error
         self._wake()
 
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
     # The reader -------------------------------------------------------------------------------
 
     def __aiter__(self) -> RequestStream:
@@ -75,53 +84,43 @@ class RequestStream:
 
     async def __anext__(self) -> Event:
         """The next event; StopAsyncIteration after the summary. Raises what the request failed with."""
-        while True:
-            event = self._take()
+        while not self.ended:
+            event = self.take()
             if event is not None:
                 return event
-            if self._error is not None:
-                raise self._error
-            if self._ended:
-                raise StopAsyncIteration
-            progress = await self._wait()
-            if progress is not None:
-                return progress
+            await self.ready()
+        raise StopAsyncIteration
 
-    def _take(self) -> Event | None:
-        if self._started is not None:
-            started, self._started = self._started, None
-            if not self._told_started:
-                self._told_started = True
-                return started
+    def take(self) -> Event | None:
+        """The next event if it is there. Raises what the request failed with."""
         if self._error is not None:
-            return None
-        if len(self._token_ids) >= self._threshold or self._finish is not None:
+            raise self._error
+        if not self._told_started:
+            # Nothing comes before `started`, not even the end of a request that ended in the queue.
+            if self._started is None and self._progress is None and self._finish is None:
+                return None
+            self._told_started = True
+            return self._started or Started(None)
+        num_tokens = len(self._token_ids)
+        if num_tokens >= self._threshold or self._finish is not None:
             delta = Delta(self._offset, self._token_ids, "".join(self._text), self._finish)
-            self._offset += len(self._token_ids)
-            self.num_merged += max(0, len(self._token_ids) - self._threshold)
+            self._offset += num_tokens
+            self.num_merged += max(0, num_tokens - self._threshold)
             self._token_ids, self._text, self._finish = [], [], None
             self._threshold = self._coalesce
             return delta
         if self._summary is not None:
-            summary, self._summary = self._summary, None
-            self._ended = True
-            return summary
-        return None
+            self.ended = True
+            return self._summary
+        progress, self._progress = self._progress, None
+        return progress
 
-    async def _wait(self) -> Event | None:
-        """Until something is there; with a progress interval at most that long, and then tells where it is."""
-        self._waiter = asyncio.get_running_loop().create_future()
-        if self._progress_interval is None or self.poll_progress is None:
-            await self._waiter
-            return None
-        await asyncio.wait([self._waiter], timeout=self._progress_interval)
-        if self._waiter.done():
-            return None
-        if not self._told_started:
-            self._told_started = True
-            return Started(None)
-        return await self.poll_progress()
+    def ready(self) -> Awaitable[None]:
+        """To be awaited when `take` had nothing: until it may have something."""
+        self._waiter = self._loop.create_future()
+        return self._waiter if self._progress_interval is None else self._ready_or_progress(self._waiter)
 
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    async def _ready_or_progress(self, waiter: asyncio.Future[None]) -> None:
+        await asyncio.wait([waiter], timeout=self._progress_interval)
+        if not waiter.done() and self.poll_progress is not None:
+            self._progress = await self.poll_progress()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-MAX_QUEUED_MESSAGES = 1024
+MAX_QUEUED_MESSAGES = 8
 """A front end that stops reading stops the loop here, instead of filling the core's memory."""
 
 

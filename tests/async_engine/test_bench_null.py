@@ -13,15 +13,16 @@ import time
 import grpc
 import pytest
 
-from async_engine import bench_null, cli
-from async_engine.bench_bare import BareServicer
-from async_engine.bench_child import Child
-from async_engine.bench_client import Record
-from async_engine.bench_core import BATCHES, measure_core
-from async_engine.bench_load import Job, process_cpu_seconds
-from async_engine.bench_load import run as run_job
-from async_engine.bench_options import NullBenchOptions
-from async_engine.bench_stamps import StampWriter, latencies
+from async_engine import cli
+from async_engine.bench import null as bench_null
+from async_engine.bench.bare import BareServicer
+from async_engine.bench.child import Child
+from async_engine.bench.client import Record
+from async_engine.bench.core import BATCHES, measure_core
+from async_engine.bench.load import Job, process_cpu_seconds
+from async_engine.bench.load import run as run_job
+from async_engine.bench.options import NullBenchOptions
+from async_engine.bench.stamps import StampWriter, latencies
 from protos.errors import StartupError
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
@@ -178,7 +179,7 @@ def test_a_job_whose_streams_end_says_why(tmp_path, method):
 
 
 def test_a_child_that_ends_leaves_its_last_words():
-    with Child("async_engine.bench_load") as child, pytest.raises(StartupError, match=r"Error: .*malformed") as caught:
+    with Child("async_engine.bench.load") as child, pytest.raises(StartupError, match=r"Error: .*malformed") as caught:
         child.ask("no JSON")
     assert "\n" not in str(caught.value)
     child.stop()

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from async_engine import cli
-from async_engine.bench_client import AttachSender, Milestone, Record, StreamSender, open_channel
-from async_engine.bench_options import ServeBenchOptions, parse
-from async_engine.bench_serve import inter_token_gaps, make_report, make_specs, measure
-from async_engine.bench_table import format_table
+from async_engine.bench.client import AttachSender, Milestone, Record, StreamSender, open_channel
+from async_engine.bench.options import ServeBenchOptions, parse
+from async_engine.bench.serve import inter_token_gaps, make_report, make_specs, measure
+from async_engine.bench.table import format_table
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 from tests.e2e.serving import ServerProcess, run, serving, until
@@ -130,16 +130,16 @@ def test_refused_requests_are_counted(tmp_path, method):
 
 
 class Leaver(generation_pb2_grpc.GenerationServiceServicer):
-    """Ends each call after the first message."""
+    """Ends each call after three messages."""
 
     def __init__(self, code):
         self._code = code
 
     async def Attach(self, request_iterator, context):
-        async for _ in request_iterator:
-            if self._code is not None:
-                await context.abort(self._code, "gone")
-            return
+        for _ in range(3):
+            await anext(aiter(request_iterator))
+        if self._code is not None:
+            await context.abort(self._code, "gone")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_errors_of_the_command_are_one_line(tmp_path, capsys):
 
 
 def test_nobody_there_is_one_line(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("async_engine.bench_serve.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("async_engine.bench.serve.CONNECT_SECONDS", 0.2)
     assert cli.main(["bench", "serve", "--address", f"unix:{tmp_path}/nobody"]) == 2
     assert capsys.readouterr().err.startswith("tailrace: nothing serves gRPC on unix:")
 

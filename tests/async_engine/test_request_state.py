@@ -4,10 +4,8 @@ import random
 
 import pytest
 
-from async_engine.outputs import Delta
 from async_engine.request_state import RequestState
 from async_engine.stop_strings import StopMatcher
-from async_engine.stream import RequestStream
 from async_engine.tokenizer import byte_tokenizer
 from protos.messages import Finished, FinishReason
 
@@ -153,10 +151,3 @@ def test_resuming_an_output_that_a_stop_string_had_ended_tells_so():
     finish = state.resume(list(b"one STOP"), 0)
     assert finish is not None
     assert finish.matched_string == "STOP"
-
-
-def test_request_stream_is_a_sink_of_request_state():
-    state, _ = make_state()
-    state.sink = stream = RequestStream()
-    state.push(ord("x"))
-    assert stream._take() == Delta(0, [ord("x")], "x")

@@ -62,6 +62,7 @@ def test_slow_reader_gets_one_merged_delta_and_nothing_is_lost():
 def test_a_slow_reader_does_not_delay_a_fast_one():
     async def main():
         slow, fast = RequestStream(), RequestStream()
+        fast.started(0)
         reader = asyncio.create_task(read_all(fast))
         for token_id in range(5):
             slow.tokens([token_id], "")
@@ -71,12 +72,13 @@ def test_a_slow_reader_does_not_delay_a_fast_one():
         fast.summary(SUMMARY)
         return await reader
 
-    assert [event.token_ids for event in asyncio.run(main())[:-1]] == [[0], [1], [2], [3], [4], []]
+    assert [event.token_ids for event in asyncio.run(main())[1:-1]] == [[0], [1], [2], [3], [4], []]
 
 
 def test_coalesce_gathers_tokens_after_the_first_delta():
     async def main():
         stream = RequestStream(coalesce=3)
+        stream.started(0)
         reader = asyncio.create_task(read_all(stream))
         for token_id in range(8):
             stream.tokens([token_id], "")
@@ -85,7 +87,7 @@ def test_coalesce_gathers_tokens_after_the_first_delta():
         stream.summary(SUMMARY)
         return await reader
 
-    assert [event.token_ids for event in asyncio.run(main())[:-1]] == [[0], [1, 2, 3], [4, 5, 6], [7]]
+    assert [event.token_ids for event in asyncio.run(main())[1:-1]] == [[0], [1, 2, 3], [4, 5, 6], [7]]
 
 
 def test_failure_reaches_the_reader_at_once_and_ends_the_stream():
@@ -122,8 +124,19 @@ def test_progress_comes_while_nothing_else_does_and_started_comes_first():
 def test_text_without_a_token_waits_for_the_next_delta_or_the_end():
     async def main():
         stream = RequestStream()
+        stream.started(0)
         stream.tokens([], "tail")
         stream.finish(FINISH)
-        return await anext(stream)
+        return [await anext(stream), await anext(stream)]
 
-    assert asyncio.run(main()) == Delta(0, [], "tail", FINISH)
+    assert asyncio.run(main()) == [Started(0), Delta(0, [], "tail", FINISH)]
+
+
+def test_a_request_that_ended_in_the_queue_has_started_all_the_same():
+    async def main():
+        stream = RequestStream()
+        stream.finish(FINISH)
+        stream.summary(SUMMARY)
+        return await read_all(stream)
+
+    assert asyncio.run(main()) == [Started(None), Delta(0, [], "", FINISH), SUMMARY]

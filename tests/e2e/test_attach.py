@@ -174,6 +174,25 @@ def test_cancel_ends_one_request_and_not_the_others():
     assert len(requests.ids["b"]) == 200
 
 
+def test_a_request_cancelled_in_the_queue_has_started_all_the_same():
+    async def main():
+        async with serving(null_step_ms=1, max_num_seqs=1) as (_, stub, _):
+            call = stub.Attach()
+            await call.write(submit("first", max_tokens=ENDLESS))
+            frames = aiter(call)
+            requests = Requests()
+            while not requests.ids["first"]:
+                requests.take(await anext(frames))
+            await call.write(submit("queued"))
+            await call.write(pb.AttachRequest(cancel="queued"))
+            while "summary" not in requests.events["queued"]:
+                requests.take(await anext(frames))
+            call.cancel()
+            return requests
+
+    assert run(main).events["queued"] == ["started", "delta", "summary"]
+
+
 @pytest.mark.parametrize("plain", [True, False])
 def test_credit_bounds_what_is_sent_and_nothing_is_lost(plain):
     async def main():

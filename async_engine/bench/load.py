@@ -1,6 +1,6 @@
 """The load of `tailrace bench null`: many streams that are measured from one moment to another.
 
-    python -m async_engine.bench_load
+    python -m async_engine.bench.load
 
 reads jobs from standard input and answers each with a result, one line of JSON both.
 """
@@ -8,21 +8,28 @@ reads jobs from standard input and answers each with a result, one line of JSON 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 import time
+import uuid
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 import uvloop
-from async_engine.bench_client import SENDERS, Milestone, Record, open_channel
-from async_engine.bench_stamps import latencies
+
+from async_engine.bench.client import SENDERS, Milestone, Record, open_channel
+from async_engine.bench.stamps import latencies
 from core_proc.proc import die_with_parent
 from protos.tailrace.v1 import generation_pb2 as pb
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 WARM_TOKENS = 8
 """Of each stream before it is measured: what a start costs is another question."""
-MAX_TOKENS = 1 << 14
-"""More than a stream gets before it is cancelled."""
 JOB_SECONDS = 30.0
 
 
@@ -38,6 +45,10 @@ class Job(msgspec.Struct, frozen=True):
     text: bool = True
     stamps: str = ""
     """File of the server's stamps; empty measures no latency."""
+    hold_pid: int = 0
+    """Core process that stands still until all streams are open; 0 for none."""
+    settle_seconds: float = 0.0
+    """Waited between opening, running and measuring, for what cannot be waited for otherwise."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -69,28 +80,45 @@ def process_cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def make_spec(index: int, text: bool) -> pb.GenerationSpec:
-    """A short prompt of its own, and an end out of sight."""
+def make_spec(run_id: str, index: int, text: bool) -> pb.GenerationSpec:
+    """A short prompt of its own, and no end but the context's."""
     return pb.GenerationSpec(
-        request_id=f"load-{index}",
+        request_id=f"load-{run_id}-{index}",
         token_ids=pb.TokenIds(ids=[index // 256, index % 256]),
         sampling=pb.SamplingOptions(temperature=0),
-        stop=pb.StopOptions(ignore_eos=True, max_tokens=MAX_TOKENS),
+        stop=pb.StopOptions(ignore_eos=True),
         output=pb.OutputOptions(text=text),
     )
 
 
+@contextlib.contextmanager
+def _stopped(pid: int) -> Iterator[None]:
+    """Stops a process meanwhile, if there is one."""
+    if pid:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGCONT)
+
+
 async def run(job: Job) -> Result:
     records = [Record() for _ in range(job.num_streams)]
+    run_id = uuid.uuid4().hex  # of the last job a request may still be on its way out
     async with (
         asyncio.timeout(JOB_SECONDS),
         open_channel(job.address) as channel,
         SENDERS[job.method](channel) as sender,
     ):
         streams = [
-            asyncio.create_task(sender.run(make_spec(index, job.text), record)) for index, record in enumerate(records)
+            asyncio.create_task(sender.run(make_spec(run_id, index, job.text), record))
+            for index, record in enumerate(records)
         ]
         try:
+            with _stopped(job.hold_pid):
+                await asyncio.gather(*(record.opened.wait() for record in records))
+                await asyncio.sleep(job.settle_seconds)
             begin, end = await _watch(job, records, streams)
         finally:
             for stream in streams:
@@ -111,6 +139,8 @@ async def _watch(job: Job, records: list[Record], streams: list[asyncio.Task[Non
     """The two moments. Raises RuntimeError if a stream ends before the second."""
     marks: list[_Mark] = []
     for num_tokens in (WARM_TOKENS, job.num_tokens):
+        if not marks:
+            await asyncio.sleep(job.settle_seconds)
         milestone = asyncio.create_task(Milestone(records, num_tokens).passed.wait())
         done, _ = await asyncio.wait(
             [milestone, *streams],
@@ -118,8 +148,10 @@ async def _watch(job: Job, records: list[Record], streams: list[asyncio.Task[Non
             return_when=asyncio.FIRST_COMPLETED,
         )
         milestone.cancel()
-        if done - {milestone}:
-            raise RuntimeError(f"streams ended early: {sorted({record.status for record in records} - {''})}")
+        for stream in done - {milestone}:
+            stream.result()
+            ended = [f"{record.status} {record.message}" for record in records if record.status]
+            raise RuntimeError(f"{len(ended)} streams ended early: {ended[0]}")
         marks.append(_Mark(job, records))
     return marks[0], marks[1]
 

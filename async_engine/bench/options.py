@@ -19,14 +19,18 @@ class ServeBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     address: Annotated[str, Meta(description="HOST:PORT of the server")] = "127.0.0.1:50051"
     num_requests: Annotated[int, Meta(ge=1, description="requests in all")] = 64
-    concurrency: Annotated[int, Meta(ge=1, description="requests at once at most")] = 16
+    concurrency: Annotated[
+        int, Meta(ge=1, description="requests at once, each followed by the next; of no effect with --rate")
+    ] = 16
     rate: Annotated[
-        float, Meta(ge=0, description="requests per second, arriving at random; 0 is as fast as allowed")
+        float,
+        Meta(ge=0, description="requests per second, arriving at random however many still run; 0 has --concurrency"),
     ] = 0.0
     prompt_tokens: Annotated[int, Meta(ge=1, description="tokens of each prompt")] = 128
     output_tokens: Annotated[int, Meta(ge=1, description="tokens of each output")] = 64
     shared_prefix_tokens: Annotated[int, Meta(ge=0, description="of the prompt, tokens that are the same for all")] = 0
     method: Annotated[Literal["stream", "attach"], Meta(description="one call per request, or all on one")] = "stream"
+    text: Annotated[bool, Meta(description="ask for text beside the token ids")] = True
     vocab_size: Annotated[int, Meta(ge=1, description="prompts are drawn from token ids below this")] = 256
     seed: Annotated[int, Meta(ge=0, description="of prompts and arrivals")] = 0
     json: Annotated[bool, Meta(description="print one line of JSON instead of a table")] = False
@@ -35,6 +39,12 @@ class ServeBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 class NullBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Measure and report."""
 
+    streams: Annotated[int, Meta(ge=1, le=4096, description="requests at once on the front end")] = 256
+    step_ms: Annotated[float, Meta(gt=0, description="pace at which CPU and latency of a token are taken")] = 50.0
+    steps: Annotated[int, Meta(ge=1, le=8192, description="paced steps at a time")] = 20
+    seconds: Annotated[float, Meta(gt=0, description="time per round as fast as it goes")] = 1.0
+    core_tokens: Annotated[int, Meta(ge=1, description="tokens per round and batch size of the core alone")] = 65536
+    rounds: Annotated[int, Meta(ge=1, description="of each figure the median over so many is reported")] = 3
     json: Annotated[bool, Meta(description="print one line of JSON instead of tables")] = False
 
 

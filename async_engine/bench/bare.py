@@ -1,22 +1,24 @@
 """The least a grpc.aio server can do for a stream of tokens: what GenerateStream is held against.
 
-    python -m async_engine.bench_bare STAMPS_FILE STEP_MS
+    python -m async_engine.bench.bare STAMPS_FILE STEP_MS
 
-Loop, environment, channel options and messages are the server's. Each handler waits for the tick
+Loop, environment, channel options, garbage collection and messages are the server's. Each handler waits for the tick
 of a step and writes a message that all share; there is no core, no request and no text.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import sys
 from typing import Any
 
 import grpc
 import grpc.aio
 import uvloop
-from async_engine.bench_stamps import StampWriter
-from async_engine.server import channel_options
+
+from async_engine.bench.stamps import StampWriter
+from async_engine.server import channel_options, quiet_gc
 from core_proc.proc import die_with_parent
 from protos.config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
@@ -32,7 +34,7 @@ class BareServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._stamps = stamps
         self._step_seconds = step_seconds
         self._num_steps = 0
-        self._tick: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters: list[asyncio.Future[None]] = []
         self._messages: list[pb.GenerateStreamResponse] = []
         """By offset: the first stream to get there builds what all send."""
 
@@ -45,15 +47,19 @@ class BareServicer(generation_pb2_grpc.GenerationServiceServicer):
             await asyncio.sleep(due - loop.time())
             self._num_steps += 1
             self._stamps.stamp()
-            tick, self._tick = self._tick, loop.create_future()
-            tick.set_result(None)
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
         await context.write(pb.GenerateStreamResponse(started=pb.RequestStarted()))
-        begin = self._num_steps
-        for offset in range(request.spec.stop.max_tokens):
+        loop, begin = asyncio.get_running_loop(), self._num_steps
+        for offset in itertools.count():
             while self._num_steps - begin <= offset:
-                await self._tick
+                waiter = loop.create_future()
+                self._waiters.append(waiter)
+                await waiter
             if offset == len(self._messages):
                 self._messages.append(_message(offset))
             await context.write(self._messages[offset])
@@ -73,6 +79,7 @@ async def main(stamps_path: str, step_ms: str) -> None:
     await server.start()
     sys.stdout.write(f"ready on 127.0.0.1:{port}: bare\n")
     sys.stdout.flush()
+    quiet_gc()
     await servicer.run()
 
 

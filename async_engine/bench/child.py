@@ -25,7 +25,7 @@ class Child:
 
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

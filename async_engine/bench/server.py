@@ -1,6 +1,6 @@
 """`tailrace` as users run it, noting when each step's outputs arrive from the core.
 
-python -m async_engine.bench_server STAMPS_FILE serve null ...
+python -m async_engine.bench.server STAMPS_FILE serve null ...
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, ClassVar
 
 from async_engine import async_llm, cli
-from async_engine.bench_stamps import StampWriter
+from async_engine.bench.stamps import StampWriter
 from async_engine.core_client import CoreClient
 from core_proc.proc import die_with_parent
 
@@ -32,5 +32,5 @@ class StampedCore(CoreClient):
 if __name__ == "__main__":
     die_with_parent()
     StampedCore.stamps = StampWriter(sys.argv[1])
-    async_llm.CoreClient = StampedCore  # type: ignore[misc]
+    vars(async_llm)["CoreClient"] = StampedCore
     sys.exit(cli.main(sys.argv[2:]))

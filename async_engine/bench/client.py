@@ -6,6 +6,7 @@ The stubs are used as they are: what a client library adds is not the server's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +27,17 @@ MAX_MESSAGE_BYTES = 64 << 20
 class Record:
     """One request. Times are of the monotonic clock, in seconds."""
 
-    __slots__ = ("ended", "goal", "milestone", "num_tokens", "receipts", "sent", "status")
+    __slots__ = ("ended", "goal", "message", "milestone", "num_tokens", "opened", "receipts", "sent", "status")
 
     def __init__(self) -> None:
         self.sent = 0.0
+        self.opened = asyncio.Event()
+        """The server has taken the request in (on Attach: it is sent), or has refused it."""
         self.ended = 0.0
         self.status = ""
         """Of gRPC, by name, once it is over."""
+        self.message = ""
+        """What the server said to it."""
         self.receipts: list[tuple[float, int]] = []
         """(time, new tokens) of each message that brought some."""
         self.num_tokens = 0
@@ -47,9 +52,11 @@ class Record:
             self.milestone.reached()
             self.milestone = None
 
-    def end(self, status: str) -> None:
+    def end(self, status: str, message: str | None = None) -> None:
         self.status = status
+        self.message = message or ""
         self.ended = time.monotonic()
+        self.opened.set()
 
 
 class Milestone:
@@ -84,17 +91,19 @@ class StreamSender:
         """Until the request is over. Its failure is recorded, not raised; a cancelled task cancels it."""
         record.sent = time.monotonic()
         call = self._stub.GenerateStream(pb.GenerateStreamRequest(spec=spec))
-        status = "OK"
         try:
+            await call.initial_metadata()
+            record.opened.set()
             async for response in call:
                 for sequence in response.delta.sequences:
                     if sequence.token_ids:
                         record.add(time.monotonic(), len(sequence.token_ids))
         except grpc.aio.AioRpcError as error:
-            status = error.code().name
+            record.end(error.code().name, error.details())
+        else:
+            record.end("OK")
         finally:
             call.cancel()
-        record.end(status)
 
 
 class AttachSender:
@@ -104,7 +113,9 @@ class AttachSender:
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._live: dict[str, tuple[Record, asyncio.Event]] = {}
         self._by_slot: dict[int, Record] = {}
-        self._status = ""
+        self._over: tuple[str, str] | None = None
+        """Status and message of the call, once it is over."""
+        self._writing = asyncio.Lock()
         self._call: Any = None
         self._reader: asyncio.Task[None]
 
@@ -125,24 +136,28 @@ class AttachSender:
         over = asyncio.Event()
         self._live[spec.request_id] = record, over
         record.sent = time.monotonic()
-        if self._status:
-            self._end(spec.request_id, self._status)
-            return
-        await self._call.write(pb.AttachRequest(submit=spec))
+        async with self._writing:
+            if self._over is None:
+                # A call that broke meanwhile refuses; the reader then ends the record.
+                with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._call.write(pb.AttachRequest(submit=spec))
+        if self._over is not None and not over.is_set():
+            self._end(spec.request_id, *self._over)
+        record.opened.set()
         await over.wait()
 
     async def _read(self) -> None:
-        status = "OK"
+        over = "UNKNOWN", "the server ended the call"
         try:
             async for frame in self._call:
                 self._take(frame, time.monotonic())
         except grpc.aio.AioRpcError as error:
-            status = error.code().name
+            over = error.code().name, error.details() or ""
         finally:
-            # The call is over: so is all that it carried, and all that is still to be sent on it.
-            self._status = status
+            # So is all that the call carried, and all that is still to be sent on it.
+            self._over = over
             for request_id in list(self._live):
-                self._end(request_id, status)
+                self._end(request_id, *over)
 
     def _take(self, frame: pb.AttachResponse, now: float) -> None:
         for event in frame.events:
@@ -160,17 +175,17 @@ class AttachSender:
                 case "summary":
                     self._end(event.request_id, "OK")
                 case "status":
-                    self._end(event.request_id, _status_name(event.status))
+                    status = status_pb2.Status.FromString(event.status)
+                    self._end(event.request_id, _status_name(status.code), status.message)
 
-    def _end(self, request_id: str, status: str) -> None:
+    def _end(self, request_id: str, status: str, message: str = "") -> None:
         record, over = self._live.pop(request_id)
-        record.end(status)
+        record.end(status, message)
         over.set()
 
 
-def _status_name(status: bytes) -> str:
-    code = status_pb2.Status.FromString(status).code
-    return next((known.name for known in grpc.StatusCode if known.value[0] == code), "UNKNOWN")
+def _status_name(number: int) -> str:
+    return next((code.name for code in grpc.StatusCode if code.value[0] == number), "UNKNOWN")
 
 
 SENDERS: dict[str, type[StreamSender] | type[AttachSender]] = {"stream": StreamSender, "attach": AttachSender}

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from async_engine.bench_client import Record
+    from async_engine.bench.client import Record
 
 
 class StampWriter:
@@ -27,6 +27,9 @@ class StampWriter:
 
     def stamp(self) -> None:
         self._file.write(struct.pack("<d", time.monotonic()))
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def latencies(path: str, records: Iterable[Record], start: float, end: float) -> npt.NDArray[np.float64]:
