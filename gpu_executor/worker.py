@@ -1,0 +1,64 @@
+"""Worker: one device's life, from the config to the tokens of each step."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+# Read by torch's OpenMP when it loads. A thread that waits by spinning on a core that another process
+# needs makes every parallel region last a scheduler's time slice; one that sleeps costs microseconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import torch
+
+from model_runner.runner import ModelRunner
+from protos.errors import StartupError
+from protos.model_files import read_model_spec, resolve_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from protos.config import EngineConfig
+    from protos.step import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+
+class Worker:
+    """Holds a ModelRunner once loaded; `execute` and `sample` may run on another thread than `load` did."""
+
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
+        self._config = config
+        self._eos_token_ids = eos_token_ids
+        self._runner: ModelRunner | None = None
+
+    def load(self, report: Callable[[int, int], None]) -> WorkerInfo:
+        """Finds the model, sizes the cache and reads the weights; `report(done, total)` counts their bytes.
+
+        Raises StartupError, one line, with the root cause.
+        """
+        path = resolve_model(self._config.model.model)
+        spec = read_model_spec(path)
+        try:
+            runner = ModelRunner(self._config, spec, self._eos_token_ids)
+            info = runner.load(path, report)
+        except (MemoryError, RuntimeError) as error:
+            cause = str(error).partition("\n")[0]
+            # torch's own error for a GPU, and a plain RuntimeError of its allocator for a CPU.
+            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in cause:
+                raise
+            raise StartupError(
+                f"{path}: out of memory while loading ({cause}); lower --kv-cache-memory or use a 16-bit --dtype"
+            ) from None
+        self._runner = runner
+        return info
+
+    def execute(self, step: SchedulerOutput) -> None:
+        """Runs the forward pass of a step."""
+        self._loaded().execute(step)
+
+    def sample(self) -> ModelRunnerOutput:
+        """Draws the tokens of the step last executed."""
+        return self._loaded().sample()
+
+    def _loaded(self) -> ModelRunner:
+        assert self._runner is not None, "load comes first"
+        return self._runner

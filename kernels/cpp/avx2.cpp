@@ -1,0 +1,2 @@
+// For x86 with AVX2, FMA and F16C.
+#include "exports.h"

@@ -1,0 +1,90 @@
+// Kernels that touch each number once: KV-cache write, RMS norm, rotary embedding, gated activation.
+#pragma once
+
+#include <algorithm>
+
+#include "simd.h"
+
+// Below this many numbers, waking threads costs more than it saves.
+constexpr int64_t PARALLEL_CELLS = 1 << 15;
+
+// key and value [tokens, kv_heads, head_dim], rows `stride` apart, into the slots' blocks; slot -1 is skipped.
+template <class T>
+void write_kv(const T* key, const T* value, T* key_cache, T* value_cache, const int64_t* slots, int64_t tokens,
+              int64_t key_stride, int64_t value_stride, int kv_heads, int head_dim, int block_size, int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens * kv_heads * head_dim > PARALLEL_CELLS)
+  for (int64_t t = 0; t < tokens; t++) {
+    if (slots[t] < 0) continue;
+    const int64_t block = slots[t] / block_size, lane = slots[t] % block_size;
+    for (int h = 0; h < kv_heads; h++) {
+      const int64_t cell = (block * kv_heads + h) * head_dim * block_size;
+      const T* from = key + t * key_stride + (int64_t)h * head_dim;
+      T* to = key_cache + cell + lane;
+      for (int d = 0; d < head_dim; d++) to[(int64_t)d * block_size] = from[d];
+      memcpy(value_cache + cell + lane * head_dim, value + t * value_stride + (int64_t)h * head_dim,
+             head_dim * sizeof(T));
+    }
+  }
+}
+
+// out = x / sqrt(mean(x^2) + eps) * weight, rounded once. With a residual: x is added to it in place first,
+// and the sum, as rounded, is what is normed. size is a multiple of 16.
+template <class T>
+void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t size, float eps, int threads) {
+  using S = Simd<WIDTH>;
+#pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
+  for (int64_t t = 0; t < tokens; t++) {
+    const T* from = x + t * size;
+    if (residual) {
+      T* sum = residual + t * size;
+      for (int64_t i = 0; i < size; i += WIDTH) S::store(sum + i, S::load(sum + i) + S::load(from + i));
+      from = sum;
+    }
+    S::F squares = {};
+    for (int64_t i = 0; i < size; i += WIDTH) {
+      const S::F v = S::load(from + i);
+      squares += v * v;
+    }
+    const float scale = 1.0f / std::sqrt(S::sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += WIDTH)
+      S::store(out + t * size + i, S::load(from + i) * scale * S::load(weight + i));
+  }
+}
+
+// Rotates the first `rotated` dimensions of each head of x [tokens, heads, head_dim] in place, pairing
+// dimension i with i + rotated / 2. cosines and sines are [tokens, rotated / 2].
+template <class T>
+void rotary(T* x, const float* cosines, const float* sines, int64_t tokens, int64_t stride, int heads, int head_dim,
+            int rotated, int threads) {
+  // Half of 16 dimensions is 8, which a vector of 16 does not divide.
+  constexpr int width = std::min(WIDTH, 8);
+  using S = Simd<width>;
+  const int half = rotated / 2;
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > PARALLEL_CELLS)
+  for (int64_t t = 0; t < tokens; t++) {
+    const float *c = cosines + t * half, *s = sines + t * half;
+    for (int h = 0; h < heads; h++) {
+      T *low = x + t * stride + (int64_t)h * head_dim, *high = low + half;
+      for (int i = 0; i < half; i += width) {
+        const S::F a = S::load(low + i), b = S::load(high + i), cosine = S::load(c + i), sine = S::load(s + i);
+        S::store(low + i, a * cosine - b * sine);
+        S::store(high + i, b * cosine + a * sine);
+      }
+    }
+  }
+}
+
+// out = gate * sigmoid(gate) * up, where x is [tokens, 2 * size]: the gates, then the ups. size is a multiple of 16.
+template <class T>
+void silu_mul(const T* x, T* out, int64_t tokens, int64_t size, int threads) {
+  using S = Simd<WIDTH>;
+#pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
+  for (int64_t t = 0; t < tokens; t++) {
+    const T *gate = x + t * 2 * size, *up = gate + size;
+    for (int64_t i = 0; i < size; i += WIDTH) {
+      const S::F g = S::load(gate + i);
+      const S::F decay = -g > 88.0f ? S::fill(INFINITY) : S::exp(-g);
+      S::store(out + t * size + i, g / (decay + 1.0f) * S::load(up + i));
+    }
+  }
+}

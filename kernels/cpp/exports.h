@@ -1,0 +1,53 @@
+// The C interface: raw pointers and sizes; dtype is 0 float32, 1 bfloat16, 2 float16.
+//
+// Each variant (generic.cpp, avx2.cpp, avx512.cpp) is this file compiled for another instruction set.
+#pragma once
+
+#include "attention.h"
+#include "elementwise.h"
+
+extern "C" {
+
+// A vector of keys lies in one block, so block_size must be a multiple of this.
+int tailrace_vector_width() { return WIDTH; }
+
+void tailrace_attention(int dtype, const AttentionArgs* args) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    attend<T, WIDTH>(*args);
+  });
+}
+
+void tailrace_write_kv(int dtype, const void* key, const void* value, void* key_cache, void* value_cache,
+                       const int64_t* slots, int64_t tokens, int64_t key_stride, int64_t value_stride, int kv_heads,
+                       int head_dim, int block_size, int threads) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    write_kv((const T*)key, (const T*)value, (T*)key_cache, (T*)value_cache, slots, tokens, key_stride, value_stride,
+             kv_heads, head_dim, block_size, threads);
+  });
+}
+
+void tailrace_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* out, int64_t tokens,
+                       int64_t size, float eps, int threads) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, tokens, size, eps, threads);
+  });
+}
+
+void tailrace_rotary(int dtype, void* x, const float* cosines, const float* sines, int64_t tokens, int64_t stride,
+                     int heads, int head_dim, int rotated, int threads) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    rotary((T*)x, cosines, sines, tokens, stride, heads, head_dim, rotated, threads);
+  });
+}
+
+void tailrace_silu_mul(int dtype, const void* x, void* out, int64_t tokens, int64_t size, int threads) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    silu_mul((const T*)x, (T*)out, tokens, size, threads);
+  });
+}
+}

@@ -1,0 +1,2 @@
+// For any processor the compiler targets by default.
+#include "exports.h"

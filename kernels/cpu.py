@@ -1,0 +1,215 @@
+"""CpuOps: the C++ kernels of cpp/, called through ctypes (which releases the GIL).
+
+The same source is compiled once per instruction set; the best one this processor runs is loaded after
+torch, so that it shares torch's OpenMP runtime and its threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+
+from kernels.reference import ReferenceOps
+
+logger = logging.getLogger(__name__)
+
+_VARIANTS = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic"), "DEFAULT": ("generic",)}
+"""By what torch calls this processor's capability, best first."""
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LANES = 16
+"""Sizes must be a multiple of the widest vector, floats; others take the reference."""
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class _AttentionArgs(ctypes.Structure):
+    """AttentionArgs of cpp/attention.h, field by field."""
+
+    _fields_ = [
+        ("query", _pointer),
+        ("key_cache", _pointer),
+        ("value_cache", _pointer),
+        ("out", _pointer),
+        ("query_starts", _pointer),
+        ("seq_lens", _pointer),
+        ("block_tables", _pointer),
+        ("query_stride", _long),
+        ("table_stride", _long),
+        ("num_rows", _int),
+        ("num_heads", _int),
+        ("num_kv_heads", _int),
+        ("head_dim", _int),
+        ("block_size", _int),
+        ("sliding_window", _int),
+        ("num_threads", _int),
+        ("scale", _float),
+    ]
+
+
+_SIGNATURES: dict[str, list[type]] = {
+    "attention": [_int, _pointer],
+    "write_kv": [_int, *[_pointer] * 5, *[_long] * 3, *[_int] * 4],
+    "rms_norm": [_int, *[_pointer] * 4, _long, _long, _float, _int],
+    "rotary": [_int, *[_pointer] * 3, _long, _long, *[_int] * 4],
+    "silu_mul": [_int, *[_pointer] * 2, _long, _long, _int],
+}
+
+
+@cache
+def load_library(variant: str) -> ctypes.CDLL | None:
+    """The kernels compiled for an instruction set, or None where they were not built."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_cpu_{variant}{suffix}")
+        if path.exists():
+            library = ctypes.CDLL(str(path))
+            for name, argument_types in _SIGNATURES.items():
+                function = getattr(library, f"tailrace_{name}")
+                function.argtypes, function.restype = argument_types, None
+            return library
+    return None
+
+
+def make_cpu_ops(block_size: int, num_threads: int) -> ReferenceOps:
+    """The fastest kernels that this processor runs and that take blocks of this size."""
+    for variant in _VARIANTS.get(torch.backends.cpu.get_cpu_capability(), ("generic",)):
+        library = load_library(variant)
+        if library is not None and block_size % library.tailrace_vector_width() == 0:
+            return CpuOps(library, num_threads)
+    logger.warning("the C++ kernels are not built (no compiler at install time?): attention will be slow")
+    return ReferenceOps()
+
+
+class CpuOps(ReferenceOps):
+    """Each operation adds up a row in one fixed order: its result does not depend on the rows beside it."""
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._attention = library.tailrace_attention
+        self._write_kv = library.tailrace_write_kv
+        self._rms_norm = library.tailrace_rms_norm
+        self._rotary = library.tailrace_rotary
+        self._silu_mul = library.tailrace_silu_mul
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        tokens, kv_heads, head_dim = key.shape
+        assert key.stride(1) == value.stride(1) == head_dim
+        assert slots.dtype == torch.int64
+        self._write_kv(
+            _DTYPES[key.dtype],
+            key.data_ptr(),
+            value.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            slots.data_ptr(),
+            tokens,
+            key.stride(0),
+            value.stride(0),
+            kv_heads,
+            head_dim,
+            value_cache.shape[2],
+            self._num_threads,
+        )
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        scale: float,
+        sliding_window: int,
+    ) -> torch.Tensor:
+        tokens, heads, head_dim = query.shape
+        if head_dim % _LANES:
+            return super().attention(
+                query, key_cache, value_cache, query_starts, seq_lens, block_tables, scale, sliding_window
+            )
+        assert query.stride(1) == head_dim
+        assert query_starts.dtype == seq_lens.dtype == block_tables.dtype == torch.int32
+        out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
+        arguments = _AttentionArgs(
+            query.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            out.data_ptr(),
+            query_starts.data_ptr(),
+            seq_lens.data_ptr(),
+            block_tables.data_ptr(),
+            query.stride(0),
+            block_tables.stride(0),
+            seq_lens.shape[0],
+            heads,
+            key_cache.shape[1],
+            head_dim,
+            value_cache.shape[2],
+            sliding_window,
+            self._num_threads,
+            scale,
+        )
+        self._attention(_DTYPES[query.dtype], ctypes.byref(arguments))
+        return out
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        tokens, size = x.shape
+        if size % _LANES:
+            return super().rms_norm(x, weight, eps, residual)
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        summed = None if residual is None else residual.data_ptr()
+        self._rms_norm(
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            summed,
+            weight.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            size,
+            eps,
+            self._num_threads,
+        )
+        return out
+
+    def rotary(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        tokens, heads, head_dim = x.shape
+        rotated = 2 * cosines.shape[1]
+        if rotated % _LANES:
+            return super().rotary(x, cosines, sines)
+        assert x.stride(1) == head_dim
+        assert cosines.dtype == sines.dtype == torch.float32
+        self._rotary(
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            tokens,
+            x.stride(0),
+            heads,
+            head_dim,
+            rotated,
+            self._num_threads,
+        )
+        return None
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        tokens, size = x.shape[0], x.shape[1] // 2
+        if size % _LANES:
+            return super().silu_mul(x)
+        assert x.is_contiguous()
+        out = torch.empty((tokens, size), dtype=x.dtype)
+        self._silu_mul(_DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), tokens, size, self._num_threads)
+        return out

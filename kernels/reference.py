@@ -1,0 +1,110 @@
+"""ReferenceOps: every operation in plain PyTorch. The truth that other implementations are tested against.
+
+Storage is float32, bfloat16 or float16; arithmetic is in float32 and rounds once, at the end.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class ReferenceOps:
+    """Runs on any device; written to be read, not to be fast."""
+
+    def kv_cache_shapes(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of one layer's key and value cache. Others only pass the tensors on, never index them.
+
+        Keys lie dimension by dimension inside a block and values token by token, so that vectors run over
+        keys in the first product of attention and over dimensions in the second.
+        """
+        return (num_blocks, num_kv_heads, head_dim, block_size), (num_blocks, num_kv_heads, block_size, head_dim)
+
+    def write_kv(
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Stores key and value [tokens, kv_heads, head_dim] at slots [tokens], int64: block * block_size + offset.
+
+        Slot -1 is padding and writes nothing.
+        """
+        real = slots >= 0
+        block_size = value_cache.shape[2]
+        blocks, offsets = slots[real] // block_size, slots[real] % block_size
+        key_cache[blocks, :, :, offsets] = key[real]
+        value_cache[blocks, :, offsets] = value[real]
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        query_starts: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_tables: torch.Tensor,
+        scale: float,
+        sliding_window: int,
+    ) -> torch.Tensor:
+        """Causal attention of query [tokens, heads, head_dim] over the cached keys of each row.
+
+        Row r owns tokens query_starts[r]:query_starts[r + 1], the last of its seq_lens[r] keys, which lie in
+        the blocks of block_tables[r]. A query sees itself and what is before it, at most sliding_window keys
+        (0 is all). The three index tensors are int32. Returns [tokens, heads, head_dim]; tokens beyond the
+        last row's are left undefined.
+        """
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        block_size = value_cache.shape[2]
+        starts, lengths = query_starts.tolist(), seq_lens.tolist()
+        for row, length in enumerate(lengths):
+            first, end = starts[row], starts[row + 1]
+            if first == end:
+                continue
+            blocks = block_tables[row, : -(-length // block_size)].long()
+            keys = key_cache[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float()
+            values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
+            positions = torch.arange(length - (end - first), length, device=query.device)[:, None]
+            distance = positions - torch.arange(length, device=query.device)
+            seen = (distance >= 0) & (distance < (sliding_window or length + 1))
+            group = query.shape[1] // keys.shape[0]
+            queries = query[first:end].float().transpose(0, 1)
+            scores = queries @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            # A key that is not seen may be memory nobody wrote, and 0 * NaN is NaN.
+            values = values.masked_fill(~seen.any(0)[:, None], 0.0).repeat_interleave(group, 0)
+            out[first:end] = (weights @ values).transpose(0, 1).to(out.dtype)
+        return out
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [tokens, size] over its root mean square, times weight [size].
+
+        With a residual, x is added to it in place first and the sum is what is normed.
+        """
+        if residual is not None:
+            x = residual.add_(x)
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def rotary(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """Rotates x [tokens, heads, head_dim] in place by the angles of cosines and sines [tokens, pairs], float32.
+
+        Dimension i pairs with i + pairs; dimensions from 2 * pairs on stay as they are.
+        """
+        pairs = cosines.shape[1]
+        low, high = x[..., :pairs].float(), x[..., pairs : 2 * pairs].float()
+        cosines, sines = cosines[:, None], sines[:, None]
+        rotated = low * cosines - high * sines, high * cosines + low * sines
+        x[..., : 2 * pairs] = torch.cat(rotated, -1)
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up [tokens, size], where x [tokens, 2 * size] holds the gates and then the ups."""
+        gate, up = x.float().chunk(2, -1)
+        return (F.silu(gate) * up).to(x.dtype)

@@ -1,0 +1,110 @@
+"""DevicePolicy: all that differs between kinds of device, asked once; the only file that asks cpu or cuda."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kernels.ops import make_ops
+from protos.config import MIB
+from protos.errors import StartupError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from kernels.ops import Ops
+    from protos.config import EngineConfig
+    from protos.model_spec import ModelSpec
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU_CACHE_LIMIT = 1024 * MIB
+"""Largest KV cache taken without being asked for, bytes: a CPU's memory is shared with everything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePolicy:
+    """Where tensors live, of which type, and what computes them."""
+
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+    max_steps_in_flight: int
+    """Steps that may be scheduled ahead, unless the config says otherwise."""
+    cache_limit: int | None
+    """Bytes the KV cache takes at most by itself."""
+    chunk_cells: int
+    """Numbers to take through a chain of elementwise operations at a time: on a CPU, what its cache holds."""
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def tensor(self, array: npt.NDArray[np.generic[Any]]) -> torch.Tensor:
+        """A copy or view of a numpy array on the device; on a CPU it shares the array's memory."""
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    def free_memory(self) -> int:
+        """Bytes that can be allocated now."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0])
+        return _free_host_memory()
+
+
+def make_device(config: EngineConfig, spec: ModelSpec) -> DevicePolicy:
+    """The policy the config asks for. Raises StartupError where there is no such device.
+
+    Sets the number of threads torch computes with, for the whole process.
+    """
+    num_threads = config.executor.num_threads or _num_cores()
+    torch.set_num_threads(num_threads)
+    kind: str = config.model.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    elif kind == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device cuda: torch finds no usable GPU; use --device cpu, or a torch built for this GPU")
+    on_cpu = kind == "cpu"
+    name: str = config.model.dtype
+    if name == "auto":
+        name = "float32" if on_cpu else spec.dtype
+    device = torch.device(kind)
+    return DevicePolicy(
+        device=device,
+        dtype=_DTYPES[name],
+        ops=make_ops(device, config.cache.block_size, num_threads),
+        max_steps_in_flight=1 if on_cpu else 2,
+        cache_limit=CPU_CACHE_LIMIT if on_cpu else None,
+        chunk_cells=1 << 18 if on_cpu else 1 << 26,
+    )
+
+
+def _num_cores() -> int:
+    """Cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_host_memory() -> int:
+    """What the machine has left, or the control group where that is less; the page cache counts as free."""
+    meminfo = _numbers(Path("/proc/meminfo"))
+    free = meminfo.get("MemAvailable:", 0) * 1024 or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is not None and used is not None:
+        free = min(free, limit - used + _numbers(group / "memory.stat").get("inactive_file", 0))
+    return max(0, free)
+
+
+def _number(path: Path) -> int | None:
+    """A file that holds one number; None where it does not exist or says `max`."""
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdecimal() else None
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """A file of lines that start with a name and a number."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {name: int(number) for name, number, *_ in map(str.split, lines)}

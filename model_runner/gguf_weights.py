@@ -1,0 +1,112 @@
+"""GGUFCheckpoint: the tensors of a GGUF file under their Hugging Face names, dequantised as they are read."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from model_runner.checkpoint import CheckpointTensor
+from model_runner.dequantise import can_dequantise, dequantise
+from protos.errors import StartupError
+from protos.gguf import BLOCK_FORMATS, GGUFTensor, read_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+"""From a tensor's name in GGUF, without block number and suffix, to its Hugging Face name."""
+_IN_THE_SPEC = {"rope_freqs.weight"}
+"""Tensors that the ModelSpec has already read."""
+_CHUNK_WEIGHTS = 1 << 18
+"""Weights dequantised at a time, so that they are still in the cache when they are copied."""
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_OTHER_NAME = re.compile(r"(\w+)\.(weight|bias)")
+
+
+class GGUFCheckpoint:
+    """`pair_heads`: heads of q and k, by the module's name, whose rows the file keeps in pair order."""
+
+    def __init__(self, path: Path, pair_heads: dict[str, int]) -> None:
+        self._path = path
+        self._pair_heads = pair_heads
+        self._tensors = read_gguf(path).tensors
+
+    def tensors(self) -> list[CheckpointTensor]:
+        """Raises StartupError naming a tensor in a block format that cannot be read."""
+        found = []
+        for tensor in self._tensors.values():
+            if tensor.name in _IN_THE_SPEC:
+                continue
+            if not can_dequantise(tensor.type):
+                kind = BLOCK_FORMATS[tensor.type][0]
+                raise StartupError(
+                    f"{self._path}: tensor {tensor.name} is in block format {kind}, which cannot be read"
+                )
+            found.append(
+                CheckpointTensor(self._path, _hugging_face_name(tensor.name), tensor.name, tensor.shape, tensor.nbytes)
+            )
+        return found
+
+    def read(self, wanted: list[CheckpointTensor], table: dict[str, torch.Tensor]) -> Iterator[int]:
+        """Fills the table's slices; yields the bytes read with each."""
+        for tensor in wanted:
+            heads = self._pair_heads.get(tensor.name.split(".")[-2], 0)
+            entry = self._tensors[tensor.source_name]
+            data = np.fromfile(self._path, np.uint8, entry.nbytes, offset=entry.offset)
+            for rows, weights in _chunks(data, entry, heads):
+                _copy(table[tensor.name], rows, torch.from_numpy(weights), heads)
+            yield tensor.nbytes
+
+
+def _hugging_face_name(name: str) -> str:
+    """The name itself where GGUF's is not known: the check against the model's table will then refuse it."""
+    if match := _BLOCK_NAME.fullmatch(name):
+        block, module, suffix = match.groups()
+        return f"model.layers.{block}.{_NAMES.get(module, module)}.{suffix}"
+    if match := _OTHER_NAME.fullmatch(name):
+        module, suffix = match.groups()
+        return f"{_NAMES.get(module, module)}.{suffix}"
+    return name
+
+
+def _chunks(data: np.ndarray, tensor: GGUFTensor, heads: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows of the tensor and their weights; whole heads where rows have to change places inside them."""
+    num_rows, row_size = tensor.shape[0], int(np.prod(tensor.shape[1:]))
+    _, block_size, block_bytes = BLOCK_FORMATS[tensor.type]
+    unit = num_rows // heads if heads else 1
+    if row_size % block_size:  # a vector: its blocks run along the rows themselves
+        yield slice(0, num_rows), dequantise(data, tensor.type)
+        return
+    step = max(1, _CHUNK_WEIGHTS // (row_size * unit)) * unit
+    row_bytes = row_size // block_size * block_bytes
+    for first in range(0, num_rows, step):
+        end = min(num_rows, first + step)
+        weights = dequantise(data[first * row_bytes : end * row_bytes], tensor.type)
+        yield slice(first, end), weights.reshape(end - first, *tensor.shape[1:])
+
+
+def _copy(target: torch.Tensor, rows: slice, weights: torch.Tensor, heads: int) -> None:
+    if not heads:
+        target[rows].copy_(weights)
+        return
+    # The file has [head, pair, half, ...]: rotation by neighbours. The model rotates [head, half, pair, ...].
+    pairs, rest = target.shape[0] // heads // 2, target.shape[1:]
+    paired = weights.view(-1, pairs, 2, *rest).transpose(1, 2)
+    target[rows].view(-1, 2, pairs, *rest).copy_(paired)

@@ -1,0 +1,85 @@
+"""KVCache: how many blocks fit into the memory allowed, and the tensors that hold them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from protos.config import MIB
+from protos.errors import StartupError
+
+if TYPE_CHECKING:
+    from model_runner.device import DevicePolicy
+    from protos.config import EngineConfig
+    from protos.model_spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """What was decided: the blocks (null block included), and the longest sequence that surely fits."""
+
+    num_blocks: int
+    max_model_len: int
+    block_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+
+def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy) -> CacheSize:
+    """Sizes the cache so that one sequence of max_model_len always fits.
+
+    Raises StartupError, with the number that would fit, where the config asks for more than there is.
+    """
+    block_size, limit = config.cache.block_size, spec.max_position_embeddings
+    wanted = config.model.max_model_len
+    if wanted > limit and spec.rope.kind != "dynamic":
+        raise StartupError(f"--max-model-len {wanted} is over the model's limit; set it to {limit} or less")
+    key_shape, value_shape = policy.ops.kv_cache_shapes(1, spec.num_kv_heads, spec.head_dim, block_size)
+    block_bytes = spec.num_layers * policy.dtype.itemsize * (math.prod(key_shape) + math.prod(value_shape))
+    num_blocks = config.cache.num_kv_blocks or _budget(config, policy) // block_bytes
+    capacity = max(0, num_blocks - 1) * block_size
+    if capacity < max(wanted, 1):
+        raise StartupError(_too_small(config, capacity, max(wanted, 1), block_bytes))
+    max_model_len = wanted or min(limit, capacity)
+    if not config.cache.num_kv_blocks:
+        # Blocks that no set of running sequences could fill would be memory for nothing.
+        num_blocks = min(num_blocks, 1 + config.scheduler.max_num_seqs * -(-max_model_len // block_size))
+    return CacheSize(num_blocks, max_model_len, block_bytes)
+
+
+def _too_small(config: EngineConfig, capacity: int, wanted: int, block_bytes: int) -> str:
+    blocks = 1 + -(-wanted // config.cache.block_size)
+    if config.cache.num_kv_blocks:
+        fix = f"raise --num-kv-blocks to {blocks}"
+    else:
+        fix = f"raise --kv-cache-memory to {-(-blocks * block_bytes // MIB)}"
+    if capacity:
+        fix = f"lower --max-model-len to {capacity}, or {fix}"
+    return f"the KV cache can hold {capacity} tokens, but a sequence needs {wanted}: {fix}"
+
+
+def allocate_cache(
+    size: CacheSize, spec: ModelSpec, policy: DevicePolicy, block_size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each layer. Not filled: on a CPU, memory that no sequence reaches is never resident."""
+    key_shape, value_shape = policy.ops.kv_cache_shapes(size.num_blocks, spec.num_kv_heads, spec.head_dim, block_size)
+    return [
+        (
+            torch.empty(key_shape, dtype=policy.dtype, device=policy.device),
+            torch.empty(value_shape, dtype=policy.dtype, device=policy.device),
+        )
+        for _ in range(spec.num_layers)
+    ]
+
+
+def _budget(config: EngineConfig, policy: DevicePolicy) -> int:
+    """Bytes the cache may take."""
+    if config.cache.kv_cache_memory:
+        return config.cache.kv_cache_memory * MIB
+    free = policy.free_memory() // 3
+    return free if policy.cache_limit is None else min(free, policy.cache_limit)

@@ -1,0 +1,1 @@
+"""The parts a decoder layer is made of."""

@@ -1,0 +1,33 @@
+"""The CPU kernels, one variant at a time."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch: threads that wait must not spin on the cores that other tests and processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest
+import torch
+
+from kernels.cpu import CpuOps, load_library
+
+VARIANTS = ["generic", "avx2", "avx512"]
+RUNNABLE = {"AVX512": 3, "AVX2": 2}.get(torch.backends.cpu.get_cpu_capability(), 1)
+
+
+def cpu_ops(variant: str, num_threads: int = 2) -> CpuOps:
+    library = load_library(variant)
+    if library is None or VARIANTS.index(variant) >= RUNNABLE:
+        pytest.skip(f"{variant} is not built or does not run here")
+    return CpuOps(library, num_threads)
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def ops(variant: str) -> CpuOps:
+    return cpu_ops(variant)

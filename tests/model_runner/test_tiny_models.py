@@ -1,0 +1,117 @@
+"""Tiny random models of every architecture and RoPE kind have the logits that transformers computes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from protos.architectures import ARCHITECTURES
+from tests.model_runner.tiny import VOCAB, chunk_logits, load_tiny, reference_logits, save_tiny
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = np.random.default_rng(5).integers(0, VOCAB, 150).tolist()
+ENDS = [1, 2, 7, 40, 41, 64, 150]
+TOLERANCE = 2e-4
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.5 * i for i in range(8)],
+    "original_max_position_embeddings": 100,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {}),
+    "llama with biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama, tied, own head size": ("LlamaForCausalLM", {"tie_word_embeddings": True, "head_dim": 48}),
+    "llama, one KV head": ("LlamaForCausalLM", {"num_key_value_heads": 1, "rms_norm_eps": 1e-2}),
+    "llama, no grouping, odd sizes": (
+        "LlamaForCausalLM",
+        {"hidden_size": 60, "num_attention_heads": 3, "num_key_value_heads": 3, "intermediate_size": 50},
+    ),
+    "mistral with a window": ("MistralForCausalLM", {"sliding_window": 30}),
+    "mistral without": ("MistralForCausalLM", {"sliding_window": None}),
+    "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
+    "qwen2 with a window everywhere": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 0},
+    ),
+    "rope linear": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "rope llama3": ("LlamaForCausalLM", {"rope_parameters": LLAMA3}),
+    "rope yarn": (
+        "Qwen2ForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+            }
+        },
+    ),
+    "rope longrope beyond the trained context": ("LlamaForCausalLM", {"rope_parameters": LONGROPE}),
+    "rope dynamic within the trained context": (
+        "LlamaForCausalLM",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
+}
+
+
+def test_every_architecture_is_covered():
+    from model_runner.models import MODELS
+
+    assert {architecture for architecture, _ in CASES.values()} == ARCHITECTURES.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case: str, tmp_path: Path):
+    architecture, changes = CASES[case]
+    model = save_tiny(tmp_path, architecture, **changes)
+    ours = chunk_logits(load_tiny(tmp_path), TOKENS, ENDS)
+    torch.testing.assert_close(ours, reference_logits(model, TOKENS, ENDS), atol=TOLERANCE, rtol=0)
+
+
+def test_longrope_within_the_trained_context(tmp_path: Path):
+    model = save_tiny(tmp_path, "LlamaForCausalLM", rope_parameters=LONGROPE)
+    tokens, ends = TOKENS[:100], [1, 50, 100]
+    ours = chunk_logits(load_tiny(tmp_path, max_model_len=100), tokens, ends)
+    torch.testing.assert_close(ours, reference_logits(model, tokens, ends), atol=TOLERANCE, rtol=0)
+
+
+def test_dynamic_rope_beyond_the_trained_context(tmp_path: Path):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = save_tiny(tmp_path, "LlamaForCausalLM", rope_parameters=rope, max_position_embeddings=64)
+    ours = chunk_logits(load_tiny(tmp_path, max_model_len=150), TOKENS, [150])
+    torch.testing.assert_close(ours, reference_logits(model, TOKENS, [150]), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.25), ("float16", 0.03)])
+def test_sixteen_bit_logits_stay_near(dtype: str, tolerance: float, tmp_path: Path):
+    model = save_tiny(tmp_path, "LlamaForCausalLM", initializer_range=0.1)
+    ours = chunk_logits(load_tiny(tmp_path, dtype=dtype), TOKENS, ENDS)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, reference_logits(model, TOKENS, ENDS), atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("block_size", [8, 24, 64])
+def test_block_sizes(block_size: int, tmp_path: Path):
+    model = save_tiny(tmp_path, "LlamaForCausalLM")
+    runner = load_tiny(tmp_path, block_size=block_size)
+    ours = chunk_logits(runner, TOKENS, ENDS, block_size)
+    torch.testing.assert_close(ours, reference_logits(model, TOKENS, ENDS), atol=TOLERANCE, rtol=0)

@@ -1,0 +1,72 @@
+"""Tiny random models, made by transformers, saved as it saves them; and ours, loaded from the files."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from model_runner.runner import ModelRunner
+from protos.config import EngineConfig, build
+from protos.model_files import read_model_spec
+from protos.step import NewRow, SchedulerOutput
+from tests.model_runner.driver import GREEDY
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+VOCAB = 199
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+
+
+def save_tiny(directory: Path, architecture: str, max_shard_size: str = "1GB", **changes: Any) -> Any:
+    """A random model of transformers, whose config and weights now lie in the directory."""
+    import transformers
+
+    config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    torch.manual_seed(0)
+    model = getattr(transformers, architecture)(config_class(**SHAPE | changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.5)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return model
+
+
+def load_tiny(path: Path, **options: Any) -> ModelRunner:
+    config = build(EngineConfig, **{"max_num_seqs": 8, "num_kv_blocks": 64, **options})
+    runner = ModelRunner(config, read_model_spec(path), ())
+    runner.load(path, lambda done, total: None)
+    return runner
+
+
+def chunk_logits(runner: ModelRunner, token_ids: list[int], ends: list[int], block_size: int = 16) -> torch.Tensor:
+    """[chunk, vocabulary]: logits after each chunk of one sequence; chunks end before the positions of `ends`."""
+    rows = np.array([3], np.int32)
+    blocks = list(range(1, 1 + -(-len(token_ids) // block_size)))[::-1]
+    new_rows = [NewRow(3, np.array(token_ids, np.int32), len(token_ids), blocks, GREEDY)]
+    found = []
+    for start, end in zip([0, *ends], ends, strict=False):
+        starts, counts = np.array([start], np.int32), np.array([end - start], np.int32)
+        runner.execute(SchedulerOutput(end, rows, starts, counts, np.array([True]), new_rows))
+        found.append(runner.model.logits(runner._hidden)[0].clone())
+        new_rows = []
+    return torch.stack(found)
+
+
+def reference_logits(model: Any, token_ids: list[int], ends: list[int]) -> torch.Tensor:
+    """The same from transformers, which computes the whole sequence at once."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits[[end - 1 for end in ends]]
