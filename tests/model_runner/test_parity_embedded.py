@@ -6,18 +6,28 @@ itself does not decide. Such flips are counted and printed.
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
+from core_proc.engine_core import EngineCore
+from core_proc.request import make_request
+from gpu_executor.uniproc import UniprocExecutor
 from gpu_executor.worker import Worker
 from protos.config import EngineConfig, build
+from protos.messages import EngineCoreRequest, Sampling
 from protos.model_files import read_model_spec, resolve_model
 from tests.model_runner.driver import Driver
 from tests.model_runner.prompts import load_prompts
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from model_runner.runner import ModelRunner
     from protos.step import WorkerInfo
     from tests.model_runner.driver import Generation
@@ -41,6 +51,13 @@ class Engine:
 
     def driver(self) -> Driver:
         return Driver(self.worker, self.info.num_blocks, 256)
+
+
+@dataclass
+class Tokens:
+    """One request's output."""
+
+    output: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +131,7 @@ def reference(engine: Engine, prompts: list[list[int]]) -> Reference:
 
 @pytest.fixture
 def check(reference: Reference, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest):
-    def check(generations: dict[int, Generation]) -> None:
+    def check(generations: Mapping[int, Generation | Tokens]) -> None:
         flips = 0
         for index, generation in generations.items():
             theirs, ours = reference.token_ids[index], generation.output
@@ -178,6 +195,45 @@ def test_forced_preemption(engine: Engine, prompts: list[list[int]], check):
         driver.preempt(generation)
     driver.run(generations)
     check(dict(enumerate(generations)))
+
+
+class Small:
+    """The loaded worker, as one with little room for keys and values."""
+
+    def __init__(self, engine: Engine, num_blocks: int) -> None:
+        self.execute, self.sample = engine.worker.execute, engine.worker.sample
+        room = (num_blocks - 1) * 16
+        self._info = msgspec.structs.replace(engine.info, num_blocks=num_blocks, max_model_len=room)
+
+    def load(self, report: Any) -> WorkerInfo:
+        return self._info
+
+
+def test_through_the_scheduler_in_chunks_with_prefix_hits_and_preemptions(
+    engine: Engine, prompts: list[list[int]], check
+):
+    config = build(EngineConfig, max_num_seqs=32, max_num_batched_tokens=64)
+    core = EngineCore(config, (), executor=UniprocExecutor(config, (), worker=Small(engine, 96)))
+
+    def generate(max_tokens: int) -> dict[int, Tokens]:
+        for index, prompt in enumerate(prompts):
+            message = EngineCoreRequest(index, np.array(prompt, "<i4").tobytes(), Sampling(), max_tokens)
+            core.scheduler.add(make_request(message, 0, 16, core.ready.max_model_len, time.monotonic()))
+        outputs = {index: Tokens([]) for index in range(len(prompts))}
+        while core.step():
+            for events in core.scheduler.events.take().values():
+                handles, drawn = np.frombuffer(events.handles, "<i8"), np.frombuffer(events.token_ids, "<i4")
+                for handle, token_id in zip(handles.tolist(), drawn.tolist(), strict=True):
+                    outputs[handle].output.append(token_id)
+            core.scheduler.table.audit()
+        return outputs
+
+    generate(1)  # leaves prompts in the cache
+    outputs = generate(NUM_TOKENS)
+    stats = core.scheduler.stats(0)
+    assert stats.preemptions > 0
+    assert stats.prefix_hits > 0
+    check(outputs)
 
 
 def test_weights_equal_what_transformers_reads_from_the_file(engine: Engine):
