@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from typing import TYPE_CHECKING
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from async_engine.request import GenerationRequest
     from protos.config import EngineConfig
     from protos.messages import CoreStats
+
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncLLM:
@@ -132,10 +136,11 @@ class AsyncLLM:
         Raises DuplicateRequestError, OverloadedError, UnavailableError or what the engine died of.
         """
         if self.core.death is not None:
-            raise self.core.death
+            raise self.core.death.with_traceback(None)
         if self.draining:
             raise UnavailableError("the server is draining")
-        if len(self._live) >= self._capacity:
+        # Those whose caller left count until the core has ended them: a hung core must not gather them.
+        if max(len(self._live), len(self.output_processor.states)) >= self._capacity:
             raise OverloadedError(f"{self._capacity} requests run or wait already")
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._live:
@@ -155,7 +160,7 @@ class AsyncLLM:
         """
         accepted = await self._input.accept(request, state)
         if self.core.death is not None:
-            raise self.core.death
+            raise self.core.death.with_traceback(None)
         if state.cancelled:
             self._end_early(state, FinishReason.ABORTED)
         elif accepted.complete is not None:
@@ -232,8 +237,8 @@ class AsyncLLM:
         except TailraceError as error:
             self.output_processor.fail_all(error)
         except Exception:
+            logger.exception("the output processor failed")
             self.output_processor.fail_all(RequestFailedError("the output processor failed"))
-            raise
 
     def _abort_handles(self, handles: list[int]) -> None:
         self.core.send(Abort(handles))

@@ -1,0 +1,174 @@
+"""AsyncLLM: registration, cancellation at each await, and what is left of it."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from async_engine.async_llm import AsyncLLM
+from async_engine.outputs import Delta, Summary
+from async_engine.request import GenerationRequest
+from async_engine.stream import RequestStream
+from protos.config import EngineConfig, build
+from protos.errors import CoreDiedError, DuplicateRequestError, OverloadedError, RequestFailedError, UnavailableError
+from protos.messages import FinishReason
+from protos.params import SamplingParams
+from tests.e2e.serving import run, until
+
+ENDLESS = GenerationRequest(prompt="x", params=SamplingParams(max_tokens=30_000))
+
+
+def engine(max_queued_requests=1024, **options):
+    return AsyncLLM.start(build(EngineConfig, model="null", **options), max_queued_requests=max_queued_requests)
+
+
+async def assert_idle(llm):
+    """Nothing is live here, and the core holds no block."""
+    await until(lambda: llm.num_live == 0 and not llm.output_processor.states)
+    assert await llm.core.call("reset_prefix_cache") == [1]
+
+
+def test_generate_yields_deltas_then_the_summary():
+    async def main():
+        async with await engine() as llm:
+            request = GenerationRequest(prompt="hi", params=SamplingParams(max_tokens=3))
+            return [event async for event in llm.generate(request)]
+
+    *deltas, summary = run(main)
+    assert all(isinstance(delta, Delta) for delta in deltas)
+    assert isinstance(summary, Summary)
+    assert deltas[-1].finish.reason is FinishReason.MAX_TOKENS
+
+
+def test_leaving_the_iteration_aborts_the_request():
+    async def main():
+        async with await engine(null_step_ms=1) as llm:
+            async with contextlib.aclosing(llm.generate(ENDLESS)) as events:
+                await anext(events)
+                assert llm.num_live == 1
+            await assert_idle(llm)
+
+    run(main)
+
+
+@pytest.mark.parametrize("turns", range(12))
+def test_cancelled_at_any_await_a_request_leaves_nothing(turns):
+    """The loop runs `turns` times before the task is cancelled: each time it is at another await."""
+
+    async def main():
+        async with await engine(null_step_ms=1) as llm:
+
+            async def consume():
+                async for _ in llm.generate(ENDLESS):
+                    pass
+
+            task = asyncio.create_task(consume())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await assert_idle(llm)
+
+    run(main)
+
+
+def test_cancelled_while_it_is_tokenized_a_request_never_reaches_the_core():
+    async def main():
+        async with await engine() as llm:
+            long = GenerationRequest(prompt="x" * 5_000, params=SamplingParams(max_tokens=30_000))
+            stream = RequestStream()
+            state = llm.register("a", stream)
+            submitting = asyncio.create_task(llm.submit(state, long))
+            await asyncio.sleep(0)  # it waits for the tokenizer's thread
+            assert not llm.output_processor.states
+            assert llm.cancel("a")
+            await submitting
+            assert not llm.output_processor.states
+            events = [event async for event in stream]
+            llm.release(state)
+            await assert_idle(llm)
+            return events
+
+    _, delta, summary = run(main)
+    assert delta.finish.reason is FinishReason.ABORTED
+    assert summary.output_tokens == 0
+
+
+def test_ids_are_unique_while_live():
+    async def main():
+        async with await engine() as llm:
+            state = llm.register("a", RequestStream())
+            with pytest.raises(DuplicateRequestError):
+                llm.register("a", RequestStream())
+            llm.release(state)
+            llm.release(llm.register("a", RequestStream()))
+
+    run(main)
+
+
+def test_requests_beyond_the_capacity_are_refused_also_while_the_core_has_yet_to_end_old_ones():
+    async def main():
+        async with await engine(max_queued_requests=0, max_num_seqs=2) as llm:
+            states = [llm.register(f"{i}", RequestStream()) for i in range(2)]
+            with pytest.raises(OverloadedError):
+                llm.register("c", RequestStream())
+            for state in states:
+                await llm.submit(state, ENDLESS)
+                llm.release(state)
+            assert llm.num_live == 0
+            with pytest.raises(OverloadedError):
+                llm.register("c", RequestStream())
+            await assert_idle(llm)
+
+    run(main)
+
+
+def test_the_death_of_the_core_reaches_every_waiter_and_later_callers():
+    async def main():
+        async with await engine(null_step_ms=1) as llm:
+            streams = [asyncio.create_task(collect(llm)) for _ in range(3)]
+            await until(lambda: len(llm.output_processor.states) == 3)
+            call = asyncio.create_task(llm.core.call("freeze"))
+            llm.core._process.kill()
+            results = await asyncio.gather(*streams, call, return_exceptions=True)
+            with pytest.raises(CoreDiedError, match="SIGKILL"):
+                llm.register("late", RequestStream())
+            return results, await llm.died()
+
+    results, death = run(main)
+    assert all(isinstance(result, CoreDiedError) for result in results[:3])
+    assert "SIGKILL" in str(death)
+
+
+def test_a_crash_of_the_output_processor_reaches_every_waiter(caplog):
+    async def main():
+        async with await engine(null_step_ms=1) as llm:
+            llm.on_stats.append(lambda stats: 1 / 0)
+            with pytest.raises(RequestFailedError):
+                await collect(llm)
+            await llm.died()
+
+    run(main)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_drain_waits_for_what_is_live_and_fails_it_when_time_is_up():
+    async def main():
+        async with await engine(null_step_ms=1) as llm:
+            short = GenerationRequest(prompt="x", params=SamplingParams(max_tokens=50))
+            finishing = asyncio.create_task(collect(llm, short))
+            endless = asyncio.create_task(collect(llm))
+            await until(lambda: len(llm.output_processor.states) == 2)
+            await llm.drain(1)
+            with pytest.raises(UnavailableError):
+                llm.register("late", RequestStream())
+            return await asyncio.gather(finishing, endless, return_exceptions=True)
+
+    finished, cut = run(main)
+    assert isinstance(finished[-1], Summary)
+    assert isinstance(cut, UnavailableError)
+
+
+async def collect(llm, request=ENDLESS):
+    return [event async for event in llm.generate(request)]
