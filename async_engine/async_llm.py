@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 import uuid
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
 
 from async_engine.core_client import CoreClient
+from async_engine.core_request import core_request
 from async_engine.input_processor import Accepted, InputProcessor
 from async_engine.output_processor import OutputProcessor
-from async_engine.outputs import Delta, Progress, Summary
+from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
+from async_engine.recovery import Recovery
 from async_engine.request_state import RequestState
 from async_engine.served_model import NULL_MODEL, ServedModel, load_served_model, null_model
 from async_engine.stream import RequestStream
@@ -28,27 +33,43 @@ from protos.messages import Abort, Finished, FinishReason
 from protos.model_files import read_model_spec, resolve_model
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from async_engine.outputs import OutputSink
     from async_engine.request import GenerationRequest
     from protos.config import EngineConfig
-    from protos.messages import CoreStats
+    from protos.messages import CoreReady, CoreStats
 
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_CORE_RESTARTS = 5
 
 
 class AsyncLLM:
     """Submits requests to a core process and routes what comes back.
 
-    Observers: `on_end(state, finished)` is told every request that is over, `on_stats(stats)` how the core
+    A core that dies is replaced, up to `max_core_restarts` times in a row, and every live request goes on where it
+    was. Observers: `on_end(state, finished)` is told every request that is over, `on_stats(stats)` how the core
     does. `keep_text` keeps prompts and outputs for them.
     """
 
-    def __init__(self, model: ServedModel, core: CoreClient, max_queued_requests: int = 1024) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        core: CoreClient,
+        start_core: Callable[[], Awaitable[CoreClient]],
+        max_queued_requests: int = 1024,
+        max_core_restarts: int = DEFAULT_CORE_RESTARTS,
+    ) -> None:
+        """`start_core` makes the next core when one dies."""
         self.model = model
         self.core = core
+        self.recovering = False
+        """The core has died and another one is starting."""
+        self.error: TailraceError | None = None
+        """Why the engine cannot go on; None while it can."""
+        self._start_core = start_core
         self.on_end: list[Callable[[RequestState, Finished], None]] = []
         self.on_stats: list[Callable[[CoreStats], None]] = []
         self.keep_text = False
@@ -56,10 +77,13 @@ class AsyncLLM:
         self.drained = asyncio.Event()
         """Set when no request is live any more and none will be."""
         self._input = InputProcessor(model, core.ready.max_model_len)
-        self.output_processor = OutputProcessor(on_stop=self._abort_handles, on_end=self._ended)
+        self.output_processor = OutputProcessor(on_stop=self._abort_stopped, on_end=self._ended)
+        self.recovery = Recovery(self.output_processor, self._is_live, max_core_restarts)
         self._capacity = core.ready.max_num_seqs + max_queued_requests
         self._live: dict[str, RequestState] = {}
+        self._num_live_sequences = 0
         self._num_handles = 0
+        self._telling_vocabulary: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
         self._output_task = asyncio.create_task(self._process_outputs(), name="output-processor")
@@ -71,25 +95,38 @@ class AsyncLLM:
         *,
         served_name: str = "",
         max_queued_requests: int = 1024,
+        max_core_restarts: int = DEFAULT_CORE_RESTARTS,
+        hang_timeout: float = math.inf,
         on_progress: Callable[[int, int], None] | None = None,
     ) -> AsyncLLM:
         """Starts a core process for the configured model. Raises StartupError, one line, if that fails.
 
-        The tokenizer is read while the core loads the weights.
+        The tokenizer is read while the core loads the weights. A core that is silent for `hang_timeout` seconds
+        is taken for dead.
         """
         name = config.model.model
         if name == NULL_MODEL:
-            return cls(null_model(served_name), await CoreClient.start(config, (), on_progress), max_queued_requests)
-        path = await asyncio.to_thread(resolve_model, name)
-        spec = await asyncio.to_thread(read_model_spec, path)
-        loading = asyncio.create_task(load_served_model(name, path, spec, served_name))
+            eos_token_ids: tuple[int, ...] = ()
+            loading = asyncio.ensure_future(asyncio.sleep(0, null_model(served_name)))
+        else:
+            path = await asyncio.to_thread(resolve_model, name)
+            spec = await asyncio.to_thread(read_model_spec, path)
+            eos_token_ids = spec.eos_token_ids
+            loading = asyncio.ensure_future(load_served_model(name, path, spec, served_name))
         try:
-            core = await CoreClient.start(config, spec.eos_token_ids, on_progress)
+            core = await CoreClient.start(config, eos_token_ids, on_progress, hang_timeout)
         except BaseException:
             loading.cancel()
             raise
+        same = _pinned(config, core.ready)
         try:
-            return cls(await loading, core, max_queued_requests)
+            return cls(
+                await loading,
+                core,
+                lambda: CoreClient.start(same, eos_token_ids, None, hang_timeout),
+                max_queued_requests,
+                max_core_restarts,
+            )
         except BaseException:
             await core.close(grace=0)
             raise
@@ -100,23 +137,25 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    def _is_live(self, state: RequestState) -> bool:
+        return self._live.get(state.request_id) is state
+
     @property
     def num_live(self) -> int:
         return len(self._live)
 
-    @property
-    def error(self) -> TailraceError | None:
-        """Why the engine cannot go on; None while it can."""
-        return self.core.death
-
     # Requests ---------------------------------------------------------------------------------
 
-    async def generate(self, request: GenerationRequest, request_id: str = "") -> AsyncGenerator[Delta | Summary]:
-        """Streams one request: deltas, then the summary. Leaving the iteration aborts the request."""
-        stream = RequestStream(offset=len(request.resume_token_ids))
+    async def generate(
+        self, request: GenerationRequest, request_id: str = ""
+    ) -> AsyncGenerator[Delta | PromptLogprobs | Summary]:
+        """Streams one request: deltas, then the summary; the prompt's log-probabilities, if asked for, come first.
+        Leaving the iteration aborts the request."""
+        request.params.verify(self.model.vocab_size)
+        stream = RequestStream(len(request.resume_token_ids), num_sequences=request.params.n)
         async with self.open(request, stream, request_id):
             async for event in stream:
-                if isinstance(event, Delta | Summary):
+                if isinstance(event, Delta | PromptLogprobs | Summary):
                     yield event
 
     @contextlib.asynccontextmanager
@@ -124,29 +163,33 @@ class AsyncLLM:
         self, request: GenerationRequest, sink: OutputSink, request_id: str = ""
     ) -> AsyncIterator[tuple[RequestState, Accepted]]:
         """A live request whose events go to `sink`; aborted on exit if it is not over."""
-        state = self.register(request_id, sink)
+        state = self.register(request_id, sink, request.params.n)
         try:
             yield state, await self.submit(state, request)
         finally:
             self.release(state)
 
-    def register(self, request_id: str, sink: OutputSink) -> RequestState:
+    def register(self, request_id: str, sink: OutputSink, num_sequences: int = 1) -> RequestState:
         """Makes a request known, before anything is awaited, so that it can be cancelled from now on.
+
+        Each of its sequences counts as a request of its own does.
 
         Raises DuplicateRequestError, OverloadedError, UnavailableError or what the engine died of.
         """
-        if self.core.death is not None:
-            raise self.core.death.with_traceback(None)
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         if self.draining:
             raise UnavailableError("the server is draining")
         # Those whose caller left count until the core has ended them: a hung core must not gather them.
-        if max(len(self._live), len(self.output_processor.states)) >= self._capacity:
-            raise OverloadedError(f"{self._capacity} requests run or wait already")
+        if max(self._num_live_sequences, len(self.output_processor.sequences)) + num_sequences > self._capacity:
+            raise OverloadedError(f"{self._capacity} sequences at most run or wait at once")
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._live:
             raise DuplicateRequestError(f"a live request has the id {request_id!r} already")
-        self._num_handles += 1
-        state = RequestState(self._num_handles, request_id, sink)
+        handles = [self._num_handles + 1 + index for index in range(num_sequences)]
+        self._num_handles += num_sequences
+        self._num_live_sequences += num_sequences
+        state = RequestState(request_id, sink, handles)
         if self.keep_text:
             state.output_text = []
         self._live[request_id] = state
@@ -159,43 +202,50 @@ class AsyncLLM:
         Raises InvalidRequestError or ModelNotFoundError; the caller still has to `release` the state.
         """
         accepted = await self._input.accept(request, state)
-        if self.core.death is not None:
-            raise self.core.death.with_traceback(None)
+        if accepted.params.grammar is not None:
+            await self._tell_vocabulary()
+        if self.error is not None:
+            raise self.error.with_traceback(None)
         if state.cancelled:
             self._end_early(state, FinishReason.ABORTED)
         elif accepted.complete is not None:
             state.sink.started(0)
-            state.finish_now(accepted.complete)
+            for sequence in state.sequences:
+                sequence.finish_resumed(accepted.complete)
             self._end_early(state, accepted.complete.reason)
         else:
-            self.output_processor.states[state.handle] = state
-            elapsed = time.monotonic() - state.arrival_time
-            self.core.send(self._input.core_request(state.handle, accepted, elapsed))
+            state.sent_at = time.monotonic()
+            elapsed = state.sent_at - state.arrival_time
+            state.message = core_request(state, accepted, self.model, self.core.ready.max_model_len, elapsed)
+            self.output_processor.sequences |= {sequence.handle: sequence for sequence in state.sequences}
+            if not self.recovering:  # else the next core is told of it with the others
+                self.core.send(state.message)
         return accepted
 
     def release(self, state: RequestState) -> None:
         """The caller is done with a request, over or not. Idempotent."""
         if self._live.get(state.request_id) is state:
             del self._live[state.request_id]
+            self._num_live_sequences -= len(state.sequences)
             if not self._live:
                 self._idle.set()
-        if state.handle in self.output_processor.states and state.finish is None:
-            self._abort_handles([state.handle])
+        self._abort_unfinished(state)
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request by its id, with what it has so far; False if it is not live."""
         state = self._live.get(request_id)
-        if state is None or state.finish is not None:
+        if state is None or state.is_ending:
             return False
-        if state.handle in self.output_processor.states:
-            self._abort_handles([state.handle])
-        else:
-            state.cancelled = True
+        state.cancelled = True
+        self._abort_unfinished(state)
         return True
 
     async def progress(self, state: RequestState) -> Progress:
         """Where a request is that has not sent anything lately."""
-        answer = await self.core.call("progress", state.handle)
+        try:
+            answer = await self.core.call("progress", state.handle)
+        except CoreDiedError:  # it starts over
+            return Progress(0, 0)
         return Progress(*answer) if answer else Progress(0, state.prompt_tokens)
 
     # The engine's life ------------------------------------------------------------------------
@@ -217,31 +267,91 @@ class AsyncLLM:
         await asyncio.wait([self._output_task])
         self.output_processor.fail_all(UnavailableError("the engine was closed"))
         await self.core.close()
+        self.model.tokenizer.close()
 
     async def died(self) -> TailraceError:
         """Waits until the engine cannot go on, and says why."""
         await asyncio.wait([self._output_task])
-        return self.core.death or CoreDiedError("the output processor stopped")
+        return self.error or CoreDiedError("the output processor stopped")
 
     async def _process_outputs(self) -> None:
         """The output-processor task: the only reader of the core's outputs. Its end ends every request."""
         try:
-            while True:
-                outputs = await self.core.outputs()
-                self.output_processor.process(outputs)
-                if outputs.stats is not None:
-                    for callback in self.on_stats:
-                        callback(outputs.stats)
-                # Readers run between two messages, however fast the core is.
-                await asyncio.sleep(0)
-        except TailraceError as error:
-            self.output_processor.fail_all(error)
+            while self.error is None:
+                try:
+                    await self._read_core()
+                except TailraceError as error:
+                    await self._recover(error)
         except Exception:
             logger.exception("the output processor failed")
-            self.output_processor.fail_all(RequestFailedError("the output processor failed"))
+            self.error = RequestFailedError("the output processor failed")
+        assert self.error is not None
+        self.output_processor.fail_all(self.error)
 
-    def _abort_handles(self, handles: list[int]) -> None:
-        self.core.send(Abort(handles))
+    async def _read_core(self) -> NoReturn:
+        """Takes in what the core brings, until that dies: raises what it died of."""
+        while True:
+            outputs = await self.core.outputs()
+            self.output_processor.process(outputs)
+            if outputs.handles or outputs.finished:
+                for message in self.recovery.core_works():
+                    self.core.send(message)
+            if outputs.stats is not None:
+                for callback in self.on_stats:
+                    callback(outputs.stats)
+            # Readers run between two messages, however fast the core is.
+            await asyncio.sleep(0)
+
+    async def _recover(self, error: TailraceError) -> None:
+        """Replaces a dead core and lets it continue every live request. Sets `error` if there is to be no other."""
+        self.recovering = True
+        self.recovery.core_died(self.core.entering)
+        await self.core.close(grace=0)
+        while self.recovering:
+            delay = self.recovery.next_delay()
+            if delay is None:
+                self.error = error
+                return
+            logger.error("%s; starting another in %.1f s", error, delay)
+            await asyncio.sleep(delay)
+            try:
+                core = await self._start_core()
+                if self._telling_vocabulary is not None:
+                    core.send(await asyncio.to_thread(self.model.vocabulary))
+            except TailraceError as failure:
+                error = failure
+                continue
+            # No await from here on: what is submitted meanwhile is told with the others.
+            self.core = core
+            self.recovering = False
+        for message in self.recovery.resume():
+            self.core.send(message)
+
+    async def _tell_vocabulary(self) -> None:
+        """The core learns what tokens spell when the first grammar needs it."""
+
+        async def tell() -> None:
+            self.core.send(await asyncio.to_thread(self.model.vocabulary))
+
+        task = self._telling_vocabulary
+        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
+            self._telling_vocabulary = asyncio.create_task(tell())
+        assert self._telling_vocabulary is not None
+        await asyncio.shield(self._telling_vocabulary)
+
+    def _abort_unfinished(self, state: RequestState) -> bool:
+        """Ends in the core what has not ended here; False if the core knows nothing of it."""
+        handles = [
+            sequence.handle
+            for sequence in state.sequences
+            if sequence.finish is None and sequence.handle in self.output_processor.sequences
+        ]
+        if handles:
+            self.core.send(Abort(handles))
+        return bool(handles)
+
+    def _abort_stopped(self, handles: list[int]) -> None:
+        self.core.send(Abort(handles, stopped=True))
 
     def _ended(self, state: RequestState, finished: Finished) -> None:
         for callback in self.on_end:
@@ -250,6 +360,17 @@ class AsyncLLM:
     def _end_early(self, state: RequestState, reason: FinishReason) -> None:
         """The request is over without the core having heard of it."""
         finished = Finished(state.handle, reason)
-        state.end(reason, -1)
+        for sequence in state.sequences:
+            sequence.end(reason)
         state.sink.summary(state.summarize(finished))
         self._ended(state, finished)
+
+
+def _pinned(config: EngineConfig, ready: CoreReady) -> EngineConfig:
+    """The config of a core that holds what this one does: what was accepted for one must fit the next."""
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=ready.max_model_len),
+        cache=replace(config.cache, num_kv_blocks=ready.kv_capacity_tokens // ready.block_size + 1),
+    )

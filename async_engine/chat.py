@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from async_engine.chat_sandbox import MAX_CHARACTERS, ChatEnvironment, TooSlowError, limited
 from protos.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from jinja2 import Template
     from jinja2.parser import Parser
 
-MAX_CHARACTERS = 4 << 20
-"""Of a rendered prompt. A template that loops is stopped here."""
+INLINE_SECONDS = 0.01
+"""Of processor time that a template may take on the event loop. Usual ones take a hundredth."""
+MAX_SECONDS = 2.0
+"""That it may take on a thread."""
 _MAX_ERROR = 300
 
 
@@ -32,12 +35,14 @@ def render_chat(
     template_kwargs: Mapping[str, Any],
     bos_token: str,
     eos_token: str,
+    max_seconds: float = MAX_SECONDS,
 ) -> str:
     """The prompt, its special tokens spelt out: encode it without adding more.
 
     `template_kwargs` are variables for the template (tools, documents and what it knows beside).
     Templates run in a sandbox: they see the values given here, no attribute of Python's own, and
-    change nothing. Raises InvalidRequestError("chat"), one line, for whatever goes wrong.
+    change nothing. Raises InvalidRequestError("chat"), one line, for whatever goes wrong, be it that
+    rendering takes longer than `max_seconds`.
     """
     variables = {
         "tools": None,
@@ -47,16 +52,33 @@ def render_chat(
         "messages": messages,
         "add_generation_prompt": add_generation_prompt,
     }
+    try:
+        with limited(max_seconds):
+            return _joined(_compiled(template).generate(variables))
+    except Exception as error:  # a template can fail in any way that Python code can
+        problem = InvalidRequestError("chat", _one_line(error))
+        raise problem from (error if isinstance(error, TooSlowError) else None)
+
+
+async def render_chat_async(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    """`render_chat` that does not hold the event loop up, however long the template takes."""
+    render = partial(render_chat, template, messages, **variables)
+    try:
+        return render(max_seconds=INLINE_SECONDS)
+    except InvalidRequestError as error:
+        if not isinstance(error.__cause__, TooSlowError):
+            raise
+    return await asyncio.to_thread(render, max_seconds=MAX_SECONDS)
+
+
+def _joined(output: Iterable[str]) -> str:
     parts = []
     size = 0
-    try:
-        for part in _compiled(template).generate(variables):
-            size += len(part)
-            if size > MAX_CHARACTERS:
-                raise TemplateError(f"the prompt is longer than {MAX_CHARACTERS} characters")
-            parts.append(part)
-    except Exception as error:  # a template can fail in any way that Python code can
-        raise InvalidRequestError("chat", _one_line(error)) from None
+    for part in output:
+        size += len(part)
+        if size > MAX_CHARACTERS:
+            raise TemplateError(f"the prompt is longer than {MAX_CHARACTERS} characters")
+        parts.append(part)
     return "".join(parts)
 
 
@@ -73,9 +95,9 @@ def _compiled(template: str) -> Template:
 
 
 @lru_cache(maxsize=1)
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> ChatEnvironment:
     """What templates written for Hugging Face expect to find."""
-    environment = ImmutableSandboxedEnvironment(
+    environment = ChatEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationTag]
     )
     environment.filters["tojson"] = _to_json

@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
-from typing import TYPE_CHECKING
 
-from async_engine.flags import HelpFormatter, add_flags, values
-from protos.config import (
-    CacheOptions,
-    EngineConfig,
-    ExecutorOptions,
-    ModelOptions,
-    SchedulerOptions,
-    ServeConfig,
-    ServerOptions,
-    build,
-)
-from protos.errors import TailraceError
-from protos.params import SamplingParams
+try:
+    import os
+    from typing import TYPE_CHECKING
+
+    from async_engine.flags import HelpFormatter, Parser, VersionAction, add_flags, explain, values
+    from protos.config import (
+        CacheOptions,
+        EngineConfig,
+        ExecutorOptions,
+        ModelOptions,
+        SchedulerOptions,
+        ServeConfig,
+        ServerOptions,
+        build,
+    )
+    from protos.errors import InvalidRequestError, TailraceError
+    from protos.params import SamplingParams
+except KeyboardInterrupt:
+    sys.exit(130)  # Ctrl-C may come this early
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Sequence
 
 ENGINE_SECTIONS = (ModelOptions, CacheOptions, SchedulerOptions, ExecutorOptions)
 MODEL_HELP = "Hugging Face directory or hub id, .gguf file, or 'null'; default: the embedded SmolLM2-135M-Instruct"
+MAX_VOCAB_SIZE = 1 << 31
+"""Of any model: parameters are checked before the model is there, and its own vocabulary then."""
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tailrace", description="A streaming engine for large language models with a gRPC interface."
-    )
+def make_parser() -> Parser:
+    parser = Parser(prog="tailrace", description="A streaming engine for large language models with a gRPC interface.")
+    parser.add_argument("--version", action=VersionAction, nargs=0, help="print the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, text: str) -> argparse.ArgumentParser:
+    def command(name: str, text: str) -> Parser:
         return commands.add_parser(name, help=text, description=text, formatter_class=HelpFormatter)
 
     serve = command("serve", "Serve a model over gRPC.")
@@ -41,9 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_sections(serve, ServerOptions, *ENGINE_SECTIONS)
 
     generate = command("generate", "Continue a prompt and print the text as it comes.")
-    generate.add_argument("prompt", help="text to continue; '-' reads it from standard input")
+    generate.add_argument("input", metavar="PROMPT", help="text to continue; '-' reads it from standard input")
     generate.add_argument("--model", default="", help=MODEL_HELP)
-    generate.add_argument("--chat", action="store_true", help="treat the prompt as a user's message")
+    generate.add_argument("--chat", dest="as_chat", action="store_true", help="treat the prompt as a user's message")
     _add_sections(generate, SamplingParams, *ENGINE_SECTIONS)
 
     chat = command("chat", "Talk with a model; Ctrl-C ends the turn, Ctrl-D the program.")
@@ -63,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_sections(parser: argparse.ArgumentParser, *sections: type) -> None:
+def _add_sections(parser: Parser, *sections: type) -> None:
     for section in sections:
         add_flags(parser, section, skip={"model"})
 
@@ -81,10 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
 
             config = build(EngineConfig, **values(arguments, *ENGINE_SECTIONS))
             params = SamplingParams(**values(arguments, SamplingParams))
+            params.verify(MAX_VOCAB_SIZE)
             if arguments.command == "chat":
                 return commands.chat(config, params, arguments.system)
-            prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-            return commands.generate(config, params, prompt, as_chat=arguments.chat)
+            return commands.generate(config, params, read_prompt(arguments.input), arguments.as_chat)
         case "bench" if arguments.bench == "serve":
             from async_engine.bench import serve as bench_serve
             from async_engine.bench.options import ServeBenchOptions, parse
@@ -97,14 +103,36 @@ def run(arguments: argparse.Namespace) -> int:
             return bench_null.main(parse(NullBenchOptions, arguments))
 
 
+def read_prompt(text: str) -> str:
+    """The text, or for '-' standard input. Raises TailraceError if it is empty or not UTF-8."""
+    source = "standard input" if text == "-" else "the prompt"
+    try:
+        if text == "-":
+            sys.stdin.reconfigure(encoding="utf-8", errors="strict")  # type: ignore[union-attr]
+            text = sys.stdin.read()
+        text.encode()
+    except UnicodeError:
+        raise TailraceError(f"{source} is not UTF-8") from None
+    if not text:
+        raise TailraceError(f"{source} is empty")
+    return text
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: errors of ours are one line and exit code 2."""
-    arguments = make_parser().parse_args(argv)
     try:
-        return run(arguments)
+        arguments = make_parser().parse_args(argv)
+        code = run(arguments)
+        sys.stdout.flush()
+        return code
     except TailraceError as error:
-        sys.stderr.write(f"tailrace: {error}\n")
+        text = explain(error, arguments) if isinstance(error, InvalidRequestError) else str(error)
+        sys.stderr.write(f"tailrace: {text}\n")
         return 2
+    except BrokenPipeError:
+        # Nobody reads us any more; what Python still flushes at the end goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         return 130
 

@@ -5,40 +5,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
+import random
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvloop
 
 from async_engine.load_bar import LoadBar
 from async_engine.outputs import Delta, Summary
 from async_engine.request import ChatPrompt, GenerationRequest
+from async_engine.request_log import JsonFormatter
 from protos.config import MIB
+from protos.errors import TailraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Iterator
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.server import Server
     from protos.config import EngineConfig, ServeConfig
+    from protos.messages import CoreReady
     from protos.params import SamplingParams
 
 
 def serve(config: ServeConfig) -> int:
-    """Serves until a signal; the exit code."""
+    """Serves until a signal; the exit code. Raises TailraceError if it cannot start."""
     start = time.monotonic()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log = logging.StreamHandler()
+    is_json = config.server.log_format == "json"
+    log.setFormatter(JsonFormatter() if is_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=config.server.log_level.upper(), handlers=[log])
 
     def ready(llm: AsyncLLM, server: Server) -> None:
-        core = llm.core.ready
-        sys.stdout.write(
-            f"tailrace ready on {server.address}: {llm.model.names[0]}, {core.dtype} on {core.device}, "
-            f"KV cache {core.kv_capacity_tokens} tokens, context {core.max_model_len}, "
-            f"weights {core.weight_bytes // MIB} MiB + KV cache {core.kv_cache_bytes // MIB} MiB, "
-            f"{time.monotonic() - start:.1f} s\n"
-        )
+        held = describe(llm.core.ready)
+        seconds = time.monotonic() - start
+        sys.stdout.write(f"tailrace ready on {server.address}: {llm.model.names[0]}, {held}, {seconds:.1f} s\n")
         sys.stdout.flush()
 
     async def main() -> int:
@@ -49,64 +52,83 @@ def serve(config: ServeConfig) -> int:
     return uvloop.run(main())
 
 
+def describe(core: CoreReady) -> str:
+    """What a core holds, in a line."""
+    room = f"KV cache {core.kv_capacity_tokens} tokens, context {core.max_model_len}"
+    if not core.weight_bytes:
+        return f"scripted tokens, {room}"
+    memory = f"weights {core.weight_bytes // MIB} MiB + KV cache {core.kv_cache_bytes // MIB} MiB in memory"
+    return f"{core.dtype} on {core.device}, {room}, {memory}"
+
+
 def generate(config: EngineConfig, params: SamplingParams, prompt: str, as_chat: bool) -> int:
-    """Prints one completion as it comes; the exit code."""
-
-    async def main(llm: AsyncLLM) -> int:
-        chat_prompt = ChatPrompt(messages=[{"role": "user", "content": prompt}])
-        await Turns(llm).run(GenerationRequest(prompt=chat_prompt if as_chat else prompt, params=params))
-        return 0
-
-    return uvloop.run(_with_engine(config, main))
+    """Prints one completion as it comes; the exit code. Raises TailraceError, or KeyboardInterrupt on Ctrl-C."""
+    chat_prompt = ChatPrompt(messages=[{"role": "user", "content": prompt}])
+    with _engine(config) as (runner, llm):
+        runner.run(_print_turn(llm, GenerationRequest(prompt=chat_prompt if as_chat else prompt, params=params), []))
+    return 0
 
 
 def chat(config: EngineConfig, params: SamplingParams, system: str) -> int:
-    """A conversation at the terminal; the exit code."""
-
-    async def main(llm: AsyncLLM) -> int:
-        turns = Turns(llm)
-        messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-        while (line := await asyncio.to_thread(_read_line)) is not None:
+    """A conversation at the terminal; the exit code. Raises TailraceError if the engine cannot start or go on."""
+    at_terminal = sys.stdin.isatty()
+    if at_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  gives input() a line editor and a history
+    sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # what is no text fails its turn
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    with _engine(config) as (runner, llm):
+        while True:
+            try:
+                line = input("> " if at_terminal else "")
+            except EOFError:
+                sys.stdout.write("\n" if at_terminal else "")
+                return 0
+            except KeyboardInterrupt:
+                if not at_terminal:
+                    raise
+                sys.stdout.write("\n(Ctrl-D ends)\n")
+                continue
             if not line.strip():
                 continue
             messages.append({"role": "user", "content": line})
-            request = GenerationRequest(prompt=ChatPrompt(messages=messages), params=params)
-            messages.append({"role": "assistant", "content": await turns.run(request)})
-        return 0
+            text: list[str] = []
+            try:
+                runner.run(
+                    _print_turn(llm, GenerationRequest(prompt=ChatPrompt(messages=messages), params=params), text)
+                )
+            except KeyboardInterrupt:
+                sys.stdout.write("" if text else "\n")
+            except TailraceError as error:
+                if llm.error is not None:
+                    raise
+                sys.stderr.write(f"tailrace: {error}\n")
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": "".join(text)})
 
-    return uvloop.run(_with_engine(config, main))
 
-
-async def _with_engine(config: EngineConfig, main: Callable[[AsyncLLM], Coroutine[Any, Any, int]]) -> int:
+@contextlib.contextmanager
+def _engine(config: EngineConfig) -> Iterator[tuple[asyncio.Runner, AsyncLLM]]:
+    """An engine, and what runs coroutines on its loop: Ctrl-C cancels the one that runs, which then raises it."""
     from async_engine.async_llm import AsyncLLM
 
-    async with await AsyncLLM.start(config, on_progress=LoadBar()) as llm:
-        return await main(llm)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        llm = runner.run(AsyncLLM.start(config, on_progress=LoadBar()))
+        try:
+            yield runner, llm
+        finally:
+            runner.run(llm.close())
 
 
-class Turns:
-    """Prints one request's stream after the other. Ctrl-C ends the turn that runs, never the program."""
-
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
-        self._turn: asyncio.Task[None] | None = None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, self._interrupt)
-
-    async def run(self, request: GenerationRequest) -> str:
-        """Streams to stdout, with figures on stderr; returns the text, as far as it came."""
-        text: list[str] = []
-        self._turn = asyncio.create_task(self._print(request, text))
-        await asyncio.wait([self._turn])
-        if not self._turn.cancelled():
-            self._turn.result()
-        self._turn = None
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        return "".join(text)
-
-    async def _print(self, request: GenerationRequest, text: list[str]) -> None:
-        start, first = time.monotonic(), 0.0
-        async with contextlib.aclosing(self._llm.generate(request)) as events:
+async def _print_turn(llm: AsyncLLM, request: GenerationRequest, text: list[str]) -> None:
+    """Streams to stdout and into `text`, then its figures to stderr. Raises TailraceError if the request fails."""
+    params = request.params
+    seed = random.getrandbits(32) if params.seed is None else params.seed
+    request = msgspec.structs.replace(request, params=msgspec.structs.replace(params, seed=seed))
+    start, first, figures = time.monotonic(), 0.0, ""
+    try:
+        async with contextlib.aclosing(llm.generate(request)) as events:
             async for event in events:
                 match event:
                     case Delta():
@@ -116,21 +138,12 @@ class Turns:
                         sys.stdout.flush()
                     case Summary():
                         rate = max(event.output_tokens - 1, 0) / max(event.decode_seconds, 1e-9)
-                        sys.stderr.write(
-                            f"\n[{event.output_tokens} tokens, {rate:.1f} tokens/s, first after {first - start:.2f} s]"
+                        figures = (
+                            f"[{event.output_tokens} tokens, {rate:.1f} tokens/s, "
+                            f"first after {first - start:.2f} s, seed {seed}]\n"
                         )
-
-    def _interrupt(self) -> None:
-        if self._turn is not None:
-            self._turn.cancel()
-        else:
-            sys.stdout.write("\n(Ctrl-D ends)\n> ")
+    finally:
+        if text:
+            sys.stdout.write("\n")
             sys.stdout.flush()
-
-
-def _read_line() -> str | None:
-    """A line from the user; None at the end of input."""
-    try:
-        return input("> ")
-    except EOFError:
-        return None
+    sys.stderr.write(figures)

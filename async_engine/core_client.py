@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import os
 import signal
 import socket
@@ -14,6 +16,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from core_proc.black_box import BlackBox, make_box
 from protos import codec
 from protos.errors import CoreDiedError, StartupError, TailraceError
 from protos.messages import (
@@ -37,6 +40,8 @@ if TYPE_CHECKING:
 
     from protos.config import EngineConfig
 
+logger = logging.getLogger(__name__)
+
 ROOT = Path(__file__).parents[1]
 PING_INTERVAL = 1.0
 """Seconds between two questions to the main loop of the core."""
@@ -51,8 +56,9 @@ class CoreClient(asyncio.Protocol):
     After `start`, `outputs` waits for what the core produced; it raises CoreDiedError once the core is gone.
     """
 
-    def __init__(self, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(self, on_progress: Callable[[int, int], None] | None = None, hang_timeout: float = math.inf) -> None:
         self._on_progress = on_progress
+        self._hang_timeout = hang_timeout
         self._decoder = codec.FrameDecoder(codec.to_front_end)
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[CoreReady] = self._loop.create_future()
@@ -62,9 +68,12 @@ class CoreClient(asyncio.Protocol):
         self._num_calls = 0
         self._death: TailraceError | None = None
         self._closing = False
+        self._disconnected = False
+        self._is_closed = False
         self._last_heard = time.monotonic()
         self._pinger: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
+        self._black_box: BlackBox
         self._process: subprocess.Popen[bytes]
         self.ready: CoreReady
 
@@ -74,13 +83,20 @@ class CoreClient(asyncio.Protocol):
         config: EngineConfig,
         eos_token_ids: tuple[int, ...],
         on_progress: Callable[[int, int], None] | None = None,
+        hang_timeout: float = math.inf,
     ) -> CoreClient:
         """Starts the process and waits until it can serve.
 
-        `on_progress(done, total)` tells bytes of weights. Raises StartupError with the core's root cause.
+        `on_progress(done, total)` tells bytes of weights. A core that then is silent for `hang_timeout` seconds is
+        killed. Raises StartupError with the core's root cause.
         """
-        self = cls(on_progress)
-        self._process, ours = _spawn_core()
+        self = cls(on_progress, hang_timeout)
+        box = make_box()
+        try:
+            self._black_box = BlackBox(box)
+            self._process, ours = _spawn_core(box)
+        finally:
+            os.close(box)
         try:
             await self._loop.create_connection(lambda: self, sock=ours)
             self.send(Hello(config, eos_token_ids))
@@ -96,6 +112,11 @@ class CoreClient(asyncio.Protocol):
         return self._process.pid
 
     @property
+    def entering(self) -> list[int]:
+        """Handles of the requests that were new to the batch in the steps a dead core was at; asked before `close`."""
+        return self._black_box.read()
+
+    @property
     def silent_seconds(self) -> float:
         """Since the core was last heard of. Between steps it answers pings: silence is one long step, or a hang."""
         return time.monotonic() - self._last_heard
@@ -105,8 +126,8 @@ class CoreClient(asyncio.Protocol):
         return self._death
 
     def send(self, message: ToCore) -> None:
-        """Queues a message; after the core's death it goes nowhere."""
-        if self._death is None:
+        """Queues a message; after the core's death, known or not yet, it goes nowhere."""
+        if not self._disconnected:
             self._transport.write(codec.encode_frame(message))
 
     async def call(self, op: ControlOp, argument: int = 0) -> list[int]:
@@ -148,6 +169,9 @@ class CoreClient(asyncio.Protocol):
         await asyncio.to_thread(self._process.wait)
         if hasattr(self, "_transport"):
             self._transport.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._black_box.close()
 
     # asyncio.Protocol -------------------------------------------------------------------------
 
@@ -164,6 +188,7 @@ class CoreClient(asyncio.Protocol):
             self._process.kill()
 
     def connection_lost(self, error: Exception | None) -> None:
+        self._disconnected = True
         if not self._closing:
             self._loop.create_task(self._explain_death())
 
@@ -215,19 +240,25 @@ class CoreClient(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _ping(self) -> None:
+        if self.silent_seconds > self._hang_timeout:
+            logger.error("the core has been silent for %.1f s: it is killed", self.silent_seconds)
+            self._process.kill()
+            return
         self.send(Ping())
         self._pinger = self._loop.call_later(PING_INTERVAL, self._ping)
 
 
-def _spawn_core() -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn_core(box: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """The process, and our end of the socket that is its only tie to us."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "core_proc.proc", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-m", "core_proc.proc", str(theirs.fileno()), str(box)],
+            pass_fds=[theirs.fileno(), box],
             env=_core_environment(),
             stdin=subprocess.DEVNULL,
+            # A session of its own: what the terminal sends to all of us, Ctrl-C above all, is for the front end.
+            start_new_session=True,
         )
     return process, ours
 

@@ -47,20 +47,40 @@ class Detokenizer(Protocol):
 
 
 def detokenizer_factory(
-    backend: Backend, tokens: Sequence[str | None], skip_special_tokens: bool
+    backend: Backend, tokens: Sequence[str | None], hidden: frozenset[str]
 ) -> Callable[[], Detokenizer]:
     """Makes detokenizers that share one table, which takes about a microsecond per id to build.
 
-    `tokens` are the backend's token strings by id, None where there is none.
+    `tokens` are the backend's token strings by id, None where there is none; those in `hidden` have no text.
     """
     steps = _decoder_steps(backend)
-    if skip_special_tokens:
-        special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-        tokens = [None if token in special else token for token in tokens]
+    shown = [None if token in hidden else token for token in tokens]
     if [step["type"] for step in steps] == ["ByteLevel"]:
-        return partial(ByteDetokenizer, ByteTable(tokens))
-    decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
-    return partial(WindowDetokenizer, DecoderRules(decode, tokens, steps))
+        return partial(ByteDetokenizer, ByteTable(shown))
+    # Hidden tokens never reach the decoder.
+    return partial(WindowDetokenizer, DecoderRules(partial(backend.decode, skip_special_tokens=False), shown, steps))
+
+
+def token_bytes(backend: Backend, tokens: Sequence[str | None], hidden: frozenset[str]) -> list[bytes]:
+    """By id, what each token adds to the UTF-8 of a text that has begun; nothing for those in `hidden`."""
+    steps = _decoder_steps(backend)
+    shown = [None if token in hidden else token for token in tokens]
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return ByteTable(shown).pieces
+    decode = partial(backend.decode, skip_special_tokens=False)
+    rules = DecoderRules(decode, shown, steps)
+    guard = rules.guard()
+    start = len(decode(guard))
+
+    def spelt(token_id: int) -> bytes:
+        kind = rules.kind(token_id)
+        if kind == _HIDDEN:
+            return b""
+        if kind == _BYTE:
+            return bytes([rules.byte(token_id)])
+        return decode([*guard, token_id])[start:].encode()
+
+    return [spelt(token_id) for token_id in range(len(tokens))]
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:

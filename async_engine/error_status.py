@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from google.protobuf.message import Message
 
 DOMAIN = "tailrace"
+MAX_TEXT = 512
+"""Bytes of a message, and of a field's description: they travel in headers, whose size peers limit."""
 RESTART_SECONDS = 1.0
 """After which a client may try a server that is going away, or another one, again."""
 
@@ -21,7 +23,9 @@ def to_status(error: TailraceError, request_id: str = "") -> status_pb2.Status:
     """ErrorInfo always; BadRequest with the field, RetryInfo and RequestInfo where they apply."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
     if isinstance(error, InvalidRequestError):
-        violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=error.description)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=_short(error.description)
+        )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, OverloadedError | UnavailableError):
         retry = error_details_pb2.RetryInfo()
@@ -30,7 +34,12 @@ def to_status(error: TailraceError, request_id: str = "") -> status_pb2.Status:
         details.append(retry)
     if request_id:
         details.append(error_details_pb2.RequestInfo(request_id=request_id))
-    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=str(error))
+    status = status_pb2.Status(code=grpc.StatusCode[error.status].value[0], message=_short(str(error)))
     for detail in details:
         status.details.add().Pack(detail)
     return status
+
+
+def _short(text: str) -> str:
+    data = text.encode(errors="replace")
+    return text if len(data) <= MAX_TEXT else data[:MAX_TEXT].decode(errors="ignore") + "..."

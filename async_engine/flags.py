@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+import re
+import sys
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 from msgspec import inspect
@@ -11,11 +13,39 @@ from msgspec import inspect
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-_PARSERS: dict[type[inspect.Type], type] = {
-    inspect.IntType: int,
-    inspect.FloatType: float,
-    inspect.StrType: str,
+    from protos.errors import InvalidRequestError
+
+# How a value is read, and what stands for it in --help where its description names no unit.
+_PARSERS: dict[type[inspect.Type], tuple[type, str]] = {
+    inspect.IntType: (int, "N"),
+    inspect.FloatType: (float, "X"),
+    inspect.StrType: (str, "TEXT"),
 }
+_UNITS = re.compile(r"\b(HOST:PORT|MiB|milliseconds|seconds|name)\b")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line. So do the parsers of its subcommands, which are of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"tailrace: {message}; see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Knows all or fails: a subcommand names its own unknown arguments."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
+class VersionAction(argparse.Action):
+    """Prints the version and ends. Looked up only then, as that takes as long as all else."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"{parser.prog} {version('tailrace')}\n")
+        parser.exit()
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -25,14 +55,15 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         super().__init__(prog, max_help_position=34)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, "", (), False, argparse.SUPPRESS):
+        if action.default is False or action.default in (None, "", [], argparse.SUPPRESS):
             return action.help
         return super()._get_help_string(action)
 
 
 def add_flags(parser: argparse.ArgumentParser, section: type[msgspec.Struct], skip: Collection[str] = ()) -> None:
-    """One group with one flag per field of a struct; its title is the first line of the struct's docstring."""
-    group = parser.add_argument_group((section.__doc__ or section.__name__).partition("\n")[0].rstrip("."))
+    """One group with one flag per field of a struct that has a description. The first sentence of the struct's
+    docstring is its title."""
+    group = parser.add_argument_group((section.__doc__ or section.__name__).partition(".")[0])
     info = inspect.type_info(section)
     assert isinstance(info, inspect.StructType)
     for field in info.fields:
@@ -42,17 +73,34 @@ def add_flags(parser: argparse.ArgumentParser, section: type[msgspec.Struct], sk
 
 def _add_flag(group: argparse._ArgumentGroup, field: inspect.Field) -> None:
     kind, text = _strip(field.type)
-    flag = "--" + field.name.replace("_", "-")
+    if not text:
+        return
+    unit = _UNITS.search(text)
     options: dict[str, Any] = {"default": field.default, "help": text.replace("%", "%%")}
     if isinstance(kind, inspect.BoolType):
         options["action"] = argparse.BooleanOptionalAction
     elif isinstance(kind, inspect.LiteralType):
         options["choices"] = kind.values
     elif isinstance(kind, inspect.VarTupleType):
-        options |= {"nargs": "+", "type": _PARSERS[type(kind.item_type)], "metavar": field.name.upper()}
+        parse, metavar = _PARSERS[type(kind.item_type)]
+        options |= {"action": "append", "default": [], "type": parse, "metavar": metavar}
+        options["help"] += "; may be repeated"
     else:
-        options |= {"type": _PARSERS[type(kind)], "metavar": type(kind).__name__.removesuffix("Type").upper()}
-    group.add_argument(flag, **options)
+        parse, metavar = _PARSERS[type(kind)]
+        options |= {"type": parse, "metavar": unit[0].upper() if unit else metavar}
+    group.add_argument(flag_name(field.name), **options)
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def explain(error: InvalidRequestError, arguments: argparse.Namespace) -> str:
+    """The error, naming the flag instead of the field where the field came from one."""
+    name = {"stop.strings": "stop", "stop.token_ids": "stop_token_ids"}.get(error.field, error.field.rpartition(".")[2])
+    if not hasattr(arguments, name):
+        return str(error)
+    return f"{flag_name(name)}{'' if error.description.startswith('must ') else ':'} {error.description}"
 
 
 def _strip(kind: inspect.Type) -> tuple[inspect.Type, str]:
@@ -71,4 +119,5 @@ def _strip(kind: inspect.Type) -> tuple[inspect.Type, str]:
 def values(arguments: argparse.Namespace, *sections: type[msgspec.Struct]) -> dict[str, Any]:
     """The parsed values that belong to these structs, by field name."""
     names = [field.name for section in sections for field in msgspec.structs.fields(section)]
-    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}

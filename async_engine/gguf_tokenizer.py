@@ -1,4 +1,4 @@
-"""GGUFTokenizer: a byte-level BPE tokenizer built from the metadata of a GGUF file."""
+"""GGUFTokenizer: the tokenizer that the metadata of a GGUF file describes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from async_engine.gguf_sentencepiece import CONTROL, UNUSED, USER_DEFINED, pair, sentencepiece_backend
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
-"""Of tokenizer.ggml.token_type; the other kinds are plain vocabulary."""
 
 
 class GGUFTokenizer(NamedTuple):
@@ -61,7 +60,8 @@ _SPLITTINGS = {
     "qwen2": _Splitting(_CONTRACTIONS + _WORDS + r"\p{N}" + _PUNCTUATION_AND_SPACE, composed=True),
     "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
 }
-"""By tokenizer.ggml.pre."""
+"""Of byte-level vocabularies, by tokenizer.ggml.pre."""
+_SENTENCEPIECE = _Splitting(adds_bos=True)
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
@@ -69,17 +69,25 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
 
     Raises KeyError, ValueError or the library's plain Exception for metadata that contradicts itself.
     """
-    splitting = _SPLITTINGS.get(metadata.get("tokenizer.ggml.pre", "default"))
-    if metadata.get("tokenizer.ggml.model") != "gpt2" or splitting is None:
+    model = metadata.get("tokenizer.ggml.model")
+    splitting = _SENTENCEPIECE if model == "llama" else _SPLITTINGS.get(metadata.get("tokenizer.ggml.pre", "default"))
+    if model not in ("gpt2", "llama") or splitting is None:
         return None
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
+    if splitting is _SENTENCEPIECE:
+        backend = sentencepiece_backend(metadata, tokens, kinds)
+    else:
+        backend = _byte_level_backend(metadata, tokens, kinds, splitting)
+    for kind in (CONTROL, USER_DEFINED):
+        _add_tokens(backend, tokens, kinds, kind)
 
     def special(name: str) -> str:
         token_id = metadata.get(f"tokenizer.ggml.{name}_token_id")
         return "" if token_id is None else tokens[token_id]
 
     return GGUFTokenizer(
-        backend=_backend(metadata, tokens, splitting),
+        backend=backend,
         chat_template=metadata.get("tokenizer.chat_template", ""),
         bos_token=special("bos"),
         eos_token=special("eos"),
@@ -88,13 +96,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
     )
 
 
-def _backend(metadata: Mapping[str, Any], tokens: list[str], splitting: _Splitting) -> Tokenizer:
-    kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
+def _byte_level_backend(
+    metadata: Mapping[str, Any], tokens: list[str], kinds: list[int], splitting: _Splitting
+) -> Tokenizer:
     # Unused entries pad the vocabulary to a round size; no text has them and they have no text.
-    vocabulary = {
-        token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != _UNUSED
-    }
-    merges = [_pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True)) if kind != UNUSED}
+    merges = [pair(merge) for merge in metadata["tokenizer.ggml.merges"]]
     backend = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=splitting.whole_words))
     if splitting.composed:
         backend.normalizer = normalizers.NFC()
@@ -106,19 +113,15 @@ def _backend(metadata: Mapping[str, Any], tokens: list[str], splitting: _Splitti
     words.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splitting.pattern is None))
     backend.pre_tokenizer = pre_tokenizers.Sequence(words)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(_added(tokens, kinds, _CONTROL))
-    backend.add_tokens(_added(tokens, kinds, _USER_DEFINED))
     return backend
 
 
-def _pair(merge: str) -> tuple[str, str]:
-    left, right = merge.split(" ")
-    return left, right
-
-
-def _added(tokens: list[str], kinds: list[int], kind: int) -> list[AddedToken]:
-    return [
-        AddedToken(token, normalized=False, special=kind == _CONTROL)
+def _add_tokens(backend: Tokenizer, tokens: list[str], kinds: list[int], kind: int) -> None:
+    """The tokens of a kind, to be found in texts as they are written. One that the vocabulary spells in
+    another way (a run of spaces) is found by its merges, and would get a second id here."""
+    added = [
+        AddedToken(token, normalized=False, special=kind == CONTROL)
         for token, its_kind in zip(tokens, kinds, strict=True)
-        if its_kind == kind
+        if its_kind == kind and backend.token_to_id(token) is not None
     ]
+    backend.add_special_tokens(added) if kind == CONTROL else backend.add_tokens(added)

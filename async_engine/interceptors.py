@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 OUR_METHODS = "/tailrace."
 STATUS_DETAILS = "grpc-status-details-bin"
-MAX_MESSAGE_LENGTH = 1024
-"""Of a status text: it travels in a header, whose size peers limit."""
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -77,7 +75,7 @@ def _guard(behavior: Any, parse: Callable[[Any], Any]) -> Any:
             status = to_status(hide_error(error))
         await context.abort(
             _code(status.code),
-            status.message[:MAX_MESSAGE_LENGTH],
+            status.message,
             trailing_metadata=((STATUS_DETAILS, status.SerializeToString()),),
         )
 

@@ -6,14 +6,14 @@ import asyncio
 import threading
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import msgspec
 import uvloop
 from tqdm import tqdm
 
 from async_engine.async_llm import AsyncLLM
+from async_engine.beam_search import Beam, beam_search
 from async_engine.load_bar import LoadBar
-from async_engine.outputs import Delta, SequenceFinish, Summary
 from async_engine.request import ChatPrompt, GenerationRequest, Prompt
+from async_engine.results import RequestOutput, Score, gather
 from protos.config import EngineConfig, build
 from protos.params import SamplingParams
 
@@ -21,16 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
 T = TypeVar("T")
-
-
-class RequestOutput(msgspec.Struct, frozen=True):
-    """All of one request's output."""
-
-    prompt: Prompt
-    text: str
-    token_ids: list[int]
-    finish: SequenceFinish
-    summary: Summary
 
 
 class LLM:
@@ -69,24 +59,54 @@ class LLM:
         end, if one of the prompts cannot be served.
         """
         batch: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(batch)
-        else:
-            each = list(params)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(batch)} prompts, but {len(each)} params")
-        requests = [GenerationRequest(prompt=prompt, params=one) for prompt, one in zip(batch, each, strict=True)]
-        return self._run(self._generate(requests))
+        return self._run(self._generate(_requests(batch, params)))
 
     def chat(
         self,
         conversations: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] = (),
+        template_kwargs: dict[str, Any] | None = None,
+        tool_format: str = "",
+        reasoning_format: str = "",
     ) -> list[RequestOutput]:
-        """The next turn of one conversation (messages with "role" and "content"), or of each of several."""
+        """The next turn of one conversation (messages with "role" and "content"), or of each of several.
+
+        `tools` and `template_kwargs` are variables for the chat template. With the name of a format, or "auto",
+        tool calls and reasoning are taken out of the text.
+        """
         is_one = bool(conversations) and isinstance(conversations[0], dict)
         batch: Any = [conversations] if is_one else conversations
-        return self.generate([ChatPrompt(messages=list(messages)) for messages in batch], params)
+        variables = {**({"tools": list(tools)} if tools else {}), **(template_kwargs or {})}
+        prompts: list[Prompt] = [ChatPrompt(messages=list(messages), template_kwargs=variables) for messages in batch]
+        requests = _requests(prompts, params, tool_format=tool_format, reasoning_format=reasoning_format)
+        return self._run(self._generate(requests))
+
+    def score(self, texts: str | list[int] | Sequence[str | list[int]]) -> list[Score]:
+        """How likely the model finds a text, or each of several, token by token."""
+        batch: Any = [texts] if _is_one(texts) else texts
+        token_ids = [self._encode(text) for text in batch]
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0)
+        outputs = self._run(
+            self._generate([GenerationRequest(prompt=ids, params=params, wants_text=False) for ids in token_ids])
+        )
+        return [
+            Score(ids, [] if output.prompt_logprobs is None else output.prompt_logprobs.logprobs)
+            for ids, output in zip(token_ids, outputs, strict=True)
+        ]
+
+    def beam_search(
+        self, prompt: str | list[int], *, width: int = 4, max_tokens: int = 64, length_penalty: float = 1.0
+    ) -> list[tuple[str, Beam]]:
+        """The best outputs found, best first, with their texts; see `beam_search`."""
+        token_ids = self._encode(prompt)
+        beams = self._run(beam_search(self._llm, token_ids, width, max_tokens, length_penalty))
+        return [(self._llm.model.tokenizer.decode(beam.token_ids, skip_special_tokens=True), beam) for beam in beams]
+
+    def alternatives(self, before: list[int], token_ids: Sequence[int]) -> list[str]:
+        """The text that each of these tokens would add behind those before: for showing log-probabilities."""
+        return self._llm.model.tokenizer.alternatives(before, token_ids)
 
     def close(self) -> None:
         """Ends the engine's processes. Idempotent."""
@@ -95,13 +115,14 @@ class LLM:
             self._stop_loop()
 
     async def _generate(self, requests: list[GenerationRequest]) -> list[RequestOutput]:
-        # No more than the engine admits at once; the rest wait here rather than being refused.
-        slots = asyncio.Semaphore(self._llm.core.ready.max_num_seqs * 2)
+        # No more sequences than the engine admits at once; the rest wait here rather than being refused.
+        most = max((request.params.n for request in requests), default=1)
+        slots = asyncio.Semaphore(max(1, self._llm.core.ready.max_num_seqs * 2 // max(1, most)))
         bar = tqdm(total=len(requests), desc="generating", unit="prompt", disable=None if self._progress else True)
 
         async def one(request: GenerationRequest) -> RequestOutput:
             async with slots:
-                output = await self._complete(request)
+                output = await gather(request.prompt, self._llm.generate(request))
             bar.update()
             return output
 
@@ -114,16 +135,8 @@ class LLM:
             bar.close()
         return [task.result() for task in running]
 
-    async def _complete(self, request: GenerationRequest) -> RequestOutput:
-        deltas: list[Delta] = []
-        async for event in self._llm.generate(request):
-            if isinstance(event, Delta):
-                deltas.append(event)
-            else:
-                whole = Delta.join(deltas)
-                assert whole.finish is not None
-                return RequestOutput(request.prompt, whole.text, whole.token_ids, whole.finish, event)
-        raise AssertionError("a stream ended without its summary")
+    def _encode(self, text: str | list[int]) -> list[int]:
+        return self._llm.model.tokenizer.encode(text, add_special_tokens=True) if isinstance(text, str) else text
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs on the engine's loop; an interrupt here cancels it there."""
@@ -138,6 +151,18 @@ class LLM:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _requests(
+    prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None, **options: Any
+) -> list[GenerationRequest]:
+    if params is None or isinstance(params, SamplingParams):
+        each = [params or SamplingParams()] * len(prompts)
+    else:
+        each = list(params)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts, but {len(each)} params")
+    return [GenerationRequest(prompt=prompt, params=one, **options) for prompt, one in zip(prompts, each, strict=True)]
 
 
 def _is_one(prompts: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 from tqdm import tqdm
@@ -16,7 +17,19 @@ class LoadBar:
     def __call__(self, done: int, total: int) -> None:
         """Shows `done` of `total` bytes."""
         if self._bar is None:
-            self._bar = tqdm(desc="loading", total=total, unit="B", unit_scale=True, leave=False, disable=None)
+            # A terminal may not know its size, and tqdm would then show nothing.
+            columns, rows = shutil.get_terminal_size()
+            self._bar = tqdm(
+                desc="reading weights",
+                total=total,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                ncols=columns - 1,
+                nrows=rows,
+                leave=False,
+                disable=None,
+            )
         self._bar.update(done - self._bar.n)
         if done >= total:
             self._bar.close()

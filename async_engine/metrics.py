@@ -5,7 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    start_http_server,
+)
 
 from protos.errors import StartupError
 
@@ -39,8 +46,8 @@ class Metrics:
     """One registry per engine."""
 
     def __init__(self, llm: AsyncLLM) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # they would double the series
         self.registry = CollectorRegistry()
-        self._llm = llm
         self._gauges = {name: self._gauge(f"tailrace_{name}", text) for name, text in _GAUGES.items()}
         self._counters = {
             name: Counter(f"tailrace_{name}", text, registry=self.registry) for name, text in _COUNTERS.items()
@@ -52,6 +59,11 @@ class Metrics:
         silence.set_function(lambda: llm.core.silent_seconds)
         self._finished = Counter(
             "tailrace_requests_finished", "Requests that are over.", ["reason"], registry=self.registry
+        )
+        restarts = self._gauge("tailrace_core_restarts", "Cores started to replace one that died.")
+        restarts.set_function(lambda: llm.recovery.num_restarts)
+        self._merged = Counter(
+            "tailrace_merged_tokens", "Tokens that joined a delta their reader had not taken.", registry=self.registry
         )
         self._ttft = self._histogram("tailrace_time_to_first_token_seconds", "Arrival to first token.", SECONDS)
         self._e2e = self._histogram("tailrace_e2e_request_latency_seconds", "Arrival to end.", SECONDS)
@@ -77,12 +89,13 @@ class Metrics:
             gauge.set(getattr(stats, name))
         for name, counter in self._counters.items():
             total = getattr(stats, name)
-            counter.inc(total - self._totals[name])
+            # A core that replaced another counts from 0.
+            counter.inc(total - self._totals[name] if total >= self._totals[name] else total)
             self._totals[name] = total
 
     def _ended(self, state: RequestState, finished: Finished) -> None:
-        reason = state.finish.reason if state.finish is not None else finished.reason
-        self._finished.labels(reason.name.lower()).inc()
+        self._finished.labels(finished.reason.name.lower()).inc()
+        self._merged.inc(state.sink.num_merged)
         now = time.monotonic()
         self._e2e.observe(now - state.arrival_time)
         self._queue.observe(finished.queue_seconds)

@@ -7,84 +7,144 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from async_engine.logprobs import LogprobTable
 from async_engine.unexpected import hide_error
-from protos.errors import DeadlineError, QueueTimeoutError, RequestFailedError, TailraceError
+from protos.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestFailedError,
+    TailraceError,
+)
 from protos.messages import EngineCoreOutputs, Finished, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from async_engine.request_state import RequestState
+    from async_engine.request_state import RequestState, SequenceState
 
 _FAILURES: dict[FinishReason, type[TailraceError]] = {
     FinishReason.DEADLINE: DeadlineError,
     FinishReason.QUEUE_TIMEOUT: QueueTimeoutError,
     FinishReason.ERROR: RequestFailedError,
+    FinishReason.OVERLOADED: OverloadedError,
 }
 
 
 class OutputProcessor:
     """The only loop over tokens in the front end.
 
-    `on_stop(handles)` is told the requests that ended by a stop string and must end in the core;
+    `on_stop(handles)` is told the sequences that are over here and must end in the core;
     `on_end(state, finished)` each request that is over.
     """
 
     def __init__(self, on_stop: Callable[[list[int]], None], on_end: Callable[[RequestState, Finished], None]) -> None:
-        self.states: dict[int, RequestState] = {}
+        self.sequences: dict[int, SequenceState] = {}
         """By handle, from before the request is sent to the core until the core has ended it."""
         self._on_stop = on_stop
         self._on_end = on_end
 
     def process(self, outputs: EngineCoreOutputs) -> None:
         """Takes in one message. Unknown handles are those of requests nobody waits for."""
-        states = self.states
+        sequences = self.sequences
         for admitted in outputs.admitted:
-            state = states.get(admitted.handle)
-            if state is not None:
-                state.cached_tokens = admitted.cached_tokens
-                state.sink.started(admitted.cached_tokens)
+            sequence = sequences.get(admitted.handle)
+            if sequence is not None and sequence.request.handle == admitted.handle and not sequence.request.started:
+                sequence.request.started = True
+                sequence.request.sink.started(admitted.cached_tokens)
+        for part in outputs.prompt_logprobs:
+            sequence = sequences.get(part.handle)
+            if sequence is not None:
+                logprobs = LogprobTable(part.columns).all()
+                sequence.request.prompt_logprobs_from = part.offset + len(logprobs)
+                sequence.request.sink.prompt_logprobs(part.offset, logprobs)
+        table = None if outputs.logprobs is None else LogprobTable(outputs.logprobs)
         ended = {finished.handle: finished for finished in outputs.finished}
         stopped: list[int] = []
         now = time.monotonic()
         handles = np.frombuffer(outputs.handles, "<i8").tolist()
         token_ids = np.frombuffer(outputs.token_ids, "<i4").tolist()
-        for handle, token_id in zip(handles, token_ids, strict=True):
-            state = states.get(handle)
-            if state is None or state.finish is not None:
+        for place, (handle, token_id) in enumerate(zip(handles, token_ids, strict=True)):
+            sequence = sequences.get(handle)
+            if sequence is None or sequence.finish is not None:
                 continue
-            if not state.first_token_time:
-                state.first_token_time = now
-            if handle in ended and state.drops(ended[handle]):
-                state.drawn_tokens += 1
+            if not sequence.request.has_progressed:
+                sequence.request.has_progressed = True
+                sequence.request.first_token_time = sequence.request.first_token_time or now
+            if handle in ended and sequence.drops(ended[handle]):
+                sequence.new_token_ids.append(token_id)
                 continue
             try:
-                if state.push(token_id):
+                if sequence.push(token_id, table, place):
                     stopped.append(handle)
             except Exception as error:  # a bug that one request's text meets must not end the others
-                self._fail(state, hide_error(error))
-                stopped.append(handle)
+                stopped += self._fail(sequence.request, hide_error(error))
         for finished in outputs.finished:
-            state = states.pop(finished.handle, None)
-            if state is not None:
-                self._end(state, finished)
+            sequence = sequences.pop(finished.handle, None)
+            if sequence is not None:
+                stopped += self._end(sequence, finished)
         if stopped:
             self._on_stop(stopped)
 
+    def core_died(self, is_live: Callable[[RequestState], bool]) -> list[RequestState]:
+        """The requests that another core is to continue. The others end: those that nobody waits for any more, and
+        those that were complete, or given up, and whose end the core had yet to tell."""
+        for sequence in list(self.sequences.values()):
+            request = sequence.request
+            if not is_live(request) or request.cancelled:
+                reason = FinishReason.ABORTED
+            elif sequence.finish is not None:
+                reason = sequence.finish.reason
+            else:
+                continue
+            del self.sequences[sequence.handle]
+            self._end(sequence, Finished(sequence.handle, reason))
+        return list({sequence.request: None for sequence in self.sequences.values()})
+
+    def fail(self, request: RequestState, error: TailraceError) -> None:
+        """Ends one request as a whole."""
+        self._fail(request, error)
+
     def fail_all(self, error: TailraceError) -> None:
         """The core is gone: so are its requests."""
-        for state in list(self.states.values()):
-            self._fail(state, error)
+        for request in {sequence.request: None for sequence in self.sequences.values()}:
+            self._fail(request, error)
 
-    def _fail(self, state: RequestState, error: TailraceError) -> None:
-        del self.states[state.handle]
-        state.sink.failed(error)
-        self._on_end(state, Finished(state.handle, FinishReason.ERROR, message=str(error)))
+    def _fail(self, request: RequestState, error: TailraceError, finished: Finished | None = None) -> list[int]:
+        """Ends a request as a whole; returns the handles that the core may still know. Without the core's word
+        (`finished`) its times are what they looked like from here."""
+        handles = [sequence.handle for sequence in request.sequences if sequence.handle in self.sequences]
+        for handle in handles:
+            del self.sequences[handle]
+        request.sink.failed(error)
+        if finished is None:
+            now = time.monotonic()
+            first = request.first_token_time or now
+            finished = Finished(
+                request.handle,
+                FinishReason.ERROR,
+                prefill_seconds=first - request.arrival_time,
+                decode_seconds=now - first,
+                message=str(error),
+            )
+        self._on_end(request, finished)
+        return handles
 
-    def _end(self, state: RequestState, finished: Finished) -> None:
-        if finished.reason.is_failure and state.finish is None:
-            state.sink.failed(_FAILURES[finished.reason](finished.message))
-        else:
-            state.end(finished.reason, finished.stop_token_id)
-            state.sink.summary(state.summarize(finished))
-        self._on_end(state, finished)
+    def _end(self, sequence: SequenceState, finished: Finished) -> list[int]:
+        """The core has ended a sequence; returns the handles of those that are to end with it."""
+        request = sequence.request
+        if finished.reason.is_failure and sequence.finish is None:
+            return self._fail(request, _error(finished), finished)
+        sequence.end(finished.reason, finished.stop_token_id)
+        whole = request.ended(finished)
+        if whole is not None:
+            request.sink.summary(request.summarize(whole))
+            self._on_end(request, whole)
+        return []
+
+
+def _error(finished: Finished) -> TailraceError:
+    if finished.reason is FinishReason.INVALID:
+        return InvalidRequestError(finished.field, finished.message)
+    return _FAILURES[finished.reason](finished.message)

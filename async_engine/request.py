@@ -31,9 +31,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A served name; empty is the one there is."""
     resume_token_ids: list[int] = []
     """Output made earlier, which is continued and not sent again."""
-    resume_text_bytes: int = 0
-    """UTF-8 length of the text the caller has of it."""
+    resume_text_bytes: int | None = None
+    """UTF-8 length of the text the caller has of it; None if it has what its tokens alone make certain."""
     wants_text: bool = True
+    tool_format: str = ""
+    """Takes tool calls out of the text: a format's name, "auto" for the chat template's own, or empty."""
+    reasoning_format: str = ""
+    """The same for reasoning."""
     priority: int = 0
     cache_salt: str = ""
     bypass_cache: bool = False

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import gc
 import logging
 import signal
+import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -19,7 +23,7 @@ from async_engine.reflection import add_reflection
 from async_engine.request_log import RequestLog
 from async_engine.servicer import GenerationServicer
 from protos.config import MIB
-from protos.errors import StartupError
+from protos.errors import InvalidRequestError, StartupError
 from protos.tailrace.v1 import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ HEALTH_INTERVAL = 0.25
 HANDLER_GRACE = 2.0
 """Seconds for handlers to say their last word once their requests are over."""
 MAX_PENDING_CALLS = 65_536
+NEVER = (1 << 31) - 1
+"""What grpc takes for no limit in milliseconds."""
 SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,)
 
 
@@ -42,6 +48,13 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_receive_message_length", options.max_message_mib * MIB),
         ("grpc.max_send_message_length", options.max_message_mib * MIB),
+        # Kernels answer for a process that is stopped, and nobody for one whose cable is out: we ask ourselves. A
+        # client that just does not read answers all the same.
+        ("grpc.keepalive_time_ms", int(options.keepalive_time * 1000) or NEVER),
+        ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout * 1000)),
+        # The sign of life is a ping, whose own limit, a minute, would count otherwise.
+        ("grpc.http2.ping_timeout_ms", int(options.keepalive_timeout * 1000)),
+        ("grpc.http2.max_pings_without_data", 0),
         # Clients that ping every 10 s, also while nothing streams, are well-behaved: no GOAWAY for them.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -53,6 +66,45 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
         # Two servers on one port by mistake is an error, not load balancing.
         ("grpc.so_reuseport", 0),
     ]
+
+
+def split_address(option: str, address: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; no host is all interfaces. Raises InvalidRequestError for what is neither."""
+    host, colon, port = address.rpartition(":")
+    is_number = port.removeprefix("-").isdecimal()
+    if not colon or not is_number or "/" in host or (":" in host and not host.startswith("[")):
+        raise InvalidRequestError(option, f"must be HOST:PORT{' or unix:PATH' * (option == 'listen')}, not {address!r}")
+    if not 0 <= int(port) <= 65535:
+        raise InvalidRequestError(option, "port must be 0-65535")
+    return host.strip("[]") or "0.0.0.0", int(port)
+
+
+def check_address(option: str, address: str) -> None:
+    """Tries whether the option's address can be had. Raises StartupError with the reason, or InvalidRequestError."""
+    path = Path(address.removeprefix("unix:"))
+    try:
+        if option == "listen" and address.startswith("unix:"):
+            if not path.is_socket():  # one that is there is replaced
+                _bind(socket.AF_UNIX, str(path))
+                path.unlink()
+        else:
+            host, port = split_address(option, address)
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, _, _, _, target in found[:-1]:
+                with contextlib.suppress(OSError):
+                    return _bind(family, target)
+            _bind(found[-1][0], found[-1][4])
+    except UnicodeError:
+        raise InvalidRequestError(option, f"no host can have the name of {address!r}") from None
+    except OSError as error:
+        reason = "; is it in use?" if error.errno == errno.EADDRINUSE else f": {error.strerror or error};"
+        raise StartupError(f"cannot listen on {address}{reason} choose another --{option.replace('_', '-')}") from None
+
+
+def _bind(family: int, address: Any) -> None:
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
 
 
 class Server:
@@ -71,21 +123,30 @@ class Server:
         add_reflection(self._grpc, (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name))
 
     async def start(self) -> None:
-        """Listens and turns health to SERVING. Raises StartupError if the address cannot be had."""
+        """Listens and turns health to SERVING. Raises StartupError or InvalidRequestError if an address is no good."""
         llm, options = self._llm, self._options
         llm.keep_text = options.log_prompts
-        llm.on_end.append(RequestLog(options.log_format == "json", options.log_prompts))
+        llm.on_end.append(RequestLog(options.log_prompts))
         if options.metrics_listen:
-            self._metrics_server = MetricsServer(options.metrics_listen, Metrics(llm).registry)
-        try:
-            port = self._grpc.add_insecure_port(options.listen)
-        except RuntimeError:
-            raise StartupError(f"cannot listen on {options.listen}; is it in use? choose another --listen") from None
-        if not options.listen.startswith("unix:"):
-            self.address = f"{options.listen.rpartition(':')[0]}:{port}"
+            host, metrics_port = split_address("metrics_listen", options.metrics_listen)
+            self._metrics_server = MetricsServer(f"{host}:{metrics_port}", Metrics(llm).registry)
+        self._listen()
         await self._grpc.start()
         self._set_health()
         self._monitor = asyncio.create_task(self._watch_health(), name="health")
+
+    def _listen(self) -> None:
+        listen = self._options.listen
+        is_path = listen.startswith("unix:")
+        if not is_path:
+            host, port = split_address("listen", listen)
+            listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            port = self._grpc.add_insecure_port(listen)
+        except RuntimeError:
+            check_address("listen", self._options.listen)
+            raise StartupError(f"cannot listen on {listen}; choose another --listen") from None
+        self.address = listen if is_path else f"{listen.rpartition(':')[0]}:{port}"
 
     async def stop(self, drain_seconds: float) -> None:
         """NOT_SERVING; no new requests; live streams get their time; handlers end; the port closes. Idempotent.
@@ -112,7 +173,7 @@ class Server:
     def _set_health(self) -> None:
         llm = self._llm
         hung = llm.core.silent_seconds > self._options.step_timeout
-        serving = not llm.draining and llm.error is None and not hung
+        serving = not llm.draining and llm.error is None and not hung and not llm.recovering
         if serving is self._health.is_serving:
             return
         if hung:
@@ -138,8 +199,12 @@ async def serve(
 ) -> int:
     """Runs a server until a signal or the engine's death; the exit code.
 
-    SIGTERM or SIGINT drains; a second SIGINT (not SIGTERM: managers repeat it) ends at once.
+    SIGTERM or SIGINT drains; a second SIGINT (not SIGTERM: managers repeat it) ends at once. Raises StartupError,
+    or InvalidRequestError for an address that is none, before the model loads where that can be known.
     """
+    check_address("listen", config.server.listen)
+    if config.server.metrics_listen:
+        check_address("metrics_listen", config.server.metrics_listen)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -149,6 +214,8 @@ async def serve(
             config.engine,
             served_name=config.server.served_model_name,
             max_queued_requests=config.server.max_queued_requests,
+            max_core_restarts=config.server.max_core_restarts,
+            hang_timeout=config.server.hang_timeout,
             on_progress=on_progress,
         )
     )
@@ -169,6 +236,9 @@ async def serve(
             logger.error("%s", await died)
             await server.stop(drain_seconds=0)
             return 1
+        if llm.num_live:
+            seconds = config.server.drain_timeout
+            logger.info("draining %d requests, at most %g s; Ctrl-C again to stop now", llm.num_live, seconds)
         stopping = asyncio.create_task(server.stop(config.server.drain_timeout))
         while not stopping.done():
             again = asyncio.create_task(signals.get())

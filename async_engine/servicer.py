@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-from async_engine import convert
+from async_engine import from_proto, to_proto
 from async_engine.attach import AttachCall
-from async_engine.outputs import Delta, Started, Summary
+from async_engine.outputs import Delta, PromptLogprobs, Started, Summary
 from async_engine.stream import RequestStream
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
@@ -28,41 +28,60 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
         async with self._open(request.spec, context) as (stream, answer):
-            writer = convert.StreamWriter(answer)
+            writer = to_proto.StreamWriter(answer)
             while not stream.ended:
                 event = stream.take()
                 if event is None:
                     await stream.ready()
                 else:
-                    await context.write(writer.message(event))
+                    await context.write(writer.message(event, stream.take_delta))
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         response = pb.GenerateResponse()
         async with self._open(request.spec, context) as (stream, answer):
-            deltas: list[Delta] = []
+            deltas: dict[int, list[Delta]] = {}
+            prompt_logprobs: PromptLogprobs | None = None
             async for event in stream:
                 match event:
                     case Started():
-                        response.started.CopyFrom(convert.from_started(event, answer))
+                        response.started.CopyFrom(to_proto.from_started(event, answer))
+                    case PromptLogprobs():
+                        if prompt_logprobs is None:
+                            prompt_logprobs = event
+                        else:
+                            prompt_logprobs.logprobs.extend(event.logprobs)
                     case Delta():
-                        deltas.append(event)
+                        deltas.setdefault(event.index, []).append(event)
                     case Summary():
-                        response.summary.CopyFrom(convert.from_summary(event))
-            response.output.CopyFrom(convert.from_delta(Delta.join(deltas), answer))
+                        response.summary.CopyFrom(to_proto.from_summary(event))
+            if prompt_logprobs is not None:
+                message = response.started.prompt_logprobs
+                to_proto.fill_logprobs(message, prompt_logprobs.logprobs, prompt_logprobs.offset)
+            for index in sorted(deltas):
+                to_proto.fill_delta(response.output, Delta.join(deltas[index]), answer)
         return response
 
     async def Attach(self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any) -> None:
         await AttachCall(self._llm, context).run(request_iterator)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
-        return pb.CancelResponse(cancelled_request_ids=[i for i in request.request_ids if self._llm.cancel(i)])
+        return pb.CancelResponse(
+            cancelled_request_ids=[i for i in dict.fromkeys(request.request_ids) if self._llm.cancel(i)]
+        )
 
     @contextlib.asynccontextmanager
-    async def _open(self, spec: pb.GenerationSpec, context: Any) -> AsyncIterator[tuple[RequestStream, convert.Answer]]:
+    async def _open(
+        self, spec: pb.GenerationSpec, context: Any
+    ) -> AsyncIterator[tuple[RequestStream, to_proto.Answer]]:
         """One request's events, and what turns them into messages; the request is aborted on exit."""
-        request = convert.to_request(spec, context.time_remaining())
-        stream = RequestStream(len(request.resume_token_ids), convert.coalesce(spec), convert.progress_interval(spec))
+        request = from_proto.to_request(spec, context.time_remaining(), self._llm.core.ready.max_model_len)
+        stream = RequestStream(
+            len(request.resume_token_ids),
+            from_proto.coalesce(spec),
+            from_proto.progress_interval(spec),
+            num_sequences=request.params.n,
+        )
         async with self._llm.open(request, stream, spec.request_id) as (state, accepted):
             stream.poll_progress = lambda: self._llm.progress(state)
             await context.send_initial_metadata(((REQUEST_ID_METADATA, state.request_id),))
-            yield stream, convert.Answer(state.request_id, spec, accepted)
+            yield stream, to_proto.Answer(state.request_id, spec, accepted)

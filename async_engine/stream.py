@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from async_engine.outputs import Delta, Progress, Started, Summary
+from async_engine.outputs import Delta, Progress, PromptLogprobs, Started, Summary
+from async_engine.sequence_buffer import MAX_CELLS, SequenceBuffer
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-    from async_engine.outputs import Event, SequenceFinish
+    from async_engine.logprobs import Logprobs
+    from async_engine.outputs import Event
     from protos.errors import TailraceError
 
 
@@ -24,17 +26,20 @@ class RequestStream:
     Readers iterate, or, where every token counts, alternate `take` and `await ready()`.
     """
 
-    def __init__(self, offset: int = 0, coalesce: int = 1, progress_interval: float | None = None) -> None:
-        self._offset = offset
-        self._coalesce = coalesce
-        self._threshold = 1
+    def __init__(
+        self,
+        offset: int = 0,
+        coalesce: int = 1,
+        progress_interval: float | None = None,
+        num_sequences: int = 1,
+    ) -> None:
         self._progress_interval = progress_interval
         self.poll_progress: Callable[[], Awaitable[Progress]] | None = None
+        self._sequences = [SequenceBuffer(index, offset, self._wake, coalesce) for index in range(num_sequences)]
         self._started: Started | None = None
         self._told_started = False
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._finish: SequenceFinish | None = None
+        self._prompt_offset = 1
+        self._prompt_logprobs: Logprobs | None = None
         self._summary: Summary | None = None
         self._progress: Progress | None = None
         self._error: TailraceError | None = None
@@ -42,27 +47,28 @@ class RequestStream:
         self._waiter: asyncio.Future[None] | None = None
         self.ended = False
         """The summary was taken: nothing more comes."""
-        self.num_merged = 0
-        """Tokens that joined a delta nobody had read yet."""
 
     def __repr__(self) -> str:
-        return f"RequestStream(offset={self._offset}, pending={len(self._token_ids)}, ended={self.ended})"
+        return f"RequestStream({self._sequences}, ended={self.ended})"
 
     # OutputSink -------------------------------------------------------------------------------
+
+    @property
+    def num_merged(self) -> int:
+        return sum(sequence.num_merged for sequence in self._sequences)
+
+    def sequence(self, index: int) -> SequenceBuffer:
+        return self._sequences[index]
 
     def started(self, cached_tokens: int) -> None:
         self._started = Started(cached_tokens)
         self._wake()
 
-    def tokens(self, token_ids: list[int], text: str) -> None:
-        self._token_ids += token_ids
-        if text:
-            self._text.append(text)
-        if len(self._token_ids) >= self._threshold:
-            self._wake()
-
-    def finish(self, finish: SequenceFinish) -> None:
-        self._finish = finish
+    def prompt_logprobs(self, offset: int, logprobs: Logprobs) -> None:
+        if self._prompt_logprobs is None:
+            self._prompt_offset, self._prompt_logprobs = offset, logprobs
+        else:
+            self._prompt_logprobs.extend(logprobs)
         self._wake()
 
     def summary(self, summary: Summary) -> None:
@@ -97,23 +103,37 @@ class RequestStream:
             raise self._error
         if not self._told_started:
             # Nothing comes before `started`, not even the end of a request that ended in the queue.
-            if self._started is None and self._progress is None and self._finish is None:
+            is_ending = any(sequence.is_finishing for sequence in self._sequences)
+            if self._started is None and self._progress is None and not is_ending:
                 return None
             self._told_started = True
             return self._started or Started(None)
-        num_tokens = len(self._token_ids)
-        if num_tokens >= self._threshold or self._finish is not None:
-            delta = Delta(self._offset, self._token_ids, "".join(self._text), self._finish)
-            self._offset += num_tokens
-            self.num_merged += max(0, num_tokens - self._threshold)
-            self._token_ids, self._text, self._finish = [], [], None
-            self._threshold = self._coalesce
+        if self._prompt_logprobs is not None:
+            return self._take_prompt_logprobs(self._prompt_logprobs)
+        delta = self.take_delta()
+        if delta is not None:
             return delta
         if self._summary is not None:
             self.ended = True
             return self._summary
         progress, self._progress = self._progress, None
         return progress
+
+    def take_delta(self) -> Delta | None:
+        """The next sequence's delta: several may go into one message."""
+        for sequence in self._sequences:
+            delta = sequence.take()
+            if delta is not None:
+                return delta
+        return None
+
+    def _take_prompt_logprobs(self, pending: Logprobs) -> PromptLogprobs:
+        count = max(1, MAX_CELLS // (2 + 2 * pending.width))
+        event = PromptLogprobs(self._prompt_offset, pending.split(count))
+        self._prompt_offset += len(event.logprobs)
+        if not len(pending):
+            self._prompt_logprobs = None
+        return event
 
     def ready(self) -> Awaitable[None]:
         """To be awaited when `take` had nothing: until it may have something."""

@@ -14,8 +14,9 @@ import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from async_engine.detokenizer import byte_alphabet, detokenizer_factory
+from async_engine.detokenizer import byte_alphabet, detokenizer_factory, token_bytes
 from async_engine.gguf_tokenizer import gguf_tokenizer
+from protos.config_spec import MAX_VOCAB_SIZE
 from protos.errors import InvalidRequestError, StartupError
 from protos.gguf import read_gguf
 
@@ -39,17 +40,19 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self._factories: dict[bool, Callable[[], Detokenizer]] = {}
+        self._factories: dict[tuple[bool, frozenset[str]], Callable[[], Detokenizer]] = {}
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise ValueError(f"a token has the id {self.vocab_size - 1}")
         """One more than the largest id. The model may have more: rows of padding, without tokens."""
         self._tokens = [backend.id_to_token(token_id) for token_id in range(self.vocab_size)]
         self.max_token_length = max(map(len, vocabulary), default=0)
         """Characters of the longest token's string: no token stands for more of a text."""
-        self.special_ids = frozenset(
-            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
-        )
+        special = {token_id: token for token_id, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special_ids = frozenset(special)
         """Ids that `skip_special_tokens` leaves out of texts."""
+        self._special_tokens = frozenset(token.content for token in special.values())
         self.chat_template = chat_template
         self.bos_token = bos_token
         """Text of the token that begins a sequence; empty if the model has none."""
@@ -76,17 +79,41 @@ class Tokenizer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._executor, self.encode, text, add_special_tokens)
 
+    async def encode_all_async(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, without special ones, off the event loop."""
+
+        def encode_all() -> list[list[int]]:
+            return [self.encode(text, add_special_tokens=False) for text in texts]
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, encode_all)
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of the ids; those without a token have none. What streams add up to."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def new_detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer for one sequence. The first of each mode builds the table that all share."""
-        factory = self._factories.get(skip_special_tokens)
+    def new_detokenizer(self, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """A detokenizer for one sequence, which leaves special tokens out or not, but for those `shown` in any case.
+        The first of each mode builds the table that all share."""
+        hidden = self._special_tokens - shown if skip_special_tokens else frozenset()
+        mode = (skip_special_tokens, shown & self._special_tokens)
+        factory = self._factories.get(mode)
         if factory is None:
-            factory = detokenizer_factory(self._backend, self._tokens, skip_special_tokens)
-            self._factories[skip_special_tokens] = factory
+            factory = self._factories[mode] = detokenizer_factory(self._backend, self._tokens, hidden)
         return factory()
+
+    def alternatives(self, before: Sequence[int], token_ids: Sequence[int]) -> list[str]:
+        """The text that each of these tokens would add behind the ones before. Of a character that stays unfinished
+        that is nothing."""
+        texts = []
+        for token_id in token_ids:
+            detokenizer = self.new_detokenizer(skip_special_tokens=False)
+            detokenizer.prime(before)
+            texts.append(detokenizer.push((token_id,)))
+        return texts
+
+    def token_bytes(self) -> list[bytes]:
+        """By id, what each token adds to the UTF-8 of a text that has begun; special tokens add nothing."""
+        return token_bytes(self._backend, self._tokens, self._special_tokens)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -7,17 +7,21 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from core_proc.kv_cache import KVCache
-from core_proc.scheduler import Scheduler, StepInFlight
+from core_proc.scheduler import Scheduler
 from gpu_executor.executor import make_executor
 from protos.messages import CoreReady
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from core_proc.intake import StepInFlight
     from gpu_executor.executor import Executor, PendingOutput
     from protos.config import EngineConfig
 
 logger = logging.getLogger(__name__)
+
+MAX_FAILED_STEPS = 32
+"""So many failed steps in a row are not the fault of requests: the workers are broken."""
 
 
 class EngineCore:
@@ -32,13 +36,22 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         report: Callable[[int, int], None] = lambda done, total: None,
         executor: Executor | None = None,
+        on_entering: Callable[[list[int]], None] = lambda handles: None,
     ) -> None:
+        self._on_entering = on_entering
+        self._told_entering = False
+        self._entering: deque[list[int]] = deque()
+        """Of each step in flight, the handles of requests that are new to the batch."""
         self._executor = executor or make_executor(config, eos_token_ids)
         info = self._executor.start(report)
         kv_cache = KVCache(info.num_blocks, config.cache.block_size, config.cache.prefix_caching)
         self.scheduler = Scheduler(config.scheduler, kv_cache, info.max_model_len, eos_token_ids, info.vocab_size)
         self._depth = info.max_steps_in_flight
         self._in_flight: deque[tuple[StepInFlight, PendingOutput]] = deque()
+        self._num_failed = 0
+        """Steps since one was carried out."""
+        self.vocab_size = info.vocab_size
+        """Width of the logits."""
         self.ready = CoreReady(
             max_model_len=info.max_model_len,
             kv_capacity_tokens=kv_cache.capacity_tokens,
@@ -65,27 +78,47 @@ class EngineCore:
 
         `apply_aborts` is called right before results count, so that a request aborted while its last step
         ran ends as aborted, once.
+
+        Raises RuntimeError when every step fails; requests are left as they are, for another core to go on with.
         """
         step = self.scheduler.schedule()
         if step is not None:
+            self._enter(step)
             self._executor.execute(step.output)
-            self._in_flight.append((step, self._executor.sample()))
+            # The forward pass may run meanwhile.
+            mask = self.scheduler.grammar_mask(step)
+            self._in_flight.append((step, self._executor.sample(mask)))
             if len(self._in_flight) < self._depth:
                 return True
         if not self._in_flight:
             return False
         step, pending = self._in_flight.popleft()
+        self._entering.popleft()
         try:
-            token_ids = pending.result().token_ids
-            assert len(token_ids) == len(step.rows), f"{len(token_ids)} tokens for {len(step.rows)} rows"
+            output = pending.result()
+            assert len(output.token_ids) == len(step.rows), f"{len(output.token_ids)} tokens for {len(step.rows)} rows"
         except Exception as error:
             logger.exception("step %d failed", step.output.step_id)
+            self._num_failed += 1
+            if self._num_failed >= MAX_FAILED_STEPS:
+                raise RuntimeError(f"{self._num_failed} steps failed in a row") from error
             apply_aborts()
             self.scheduler.fail(step, f"the step failed: {type(error).__name__}")
         else:
+            self._num_failed = 0
             apply_aborts()
-            self.scheduler.update(step, token_ids)
+            self.scheduler.update(step, output)
         return True
+
+    def _enter(self, step: StepInFlight) -> None:
+        """Tells who is new in the steps in flight, whenever that changes, before the step starts."""
+        requests = self.scheduler.table.rows.requests
+        before = any(self._entering)
+        self._entering.append([requests[new_row.row].handle for new_row in step.output.new_rows])
+        if before or self._entering[-1] or self._told_entering:
+            handles = [handle for handles in self._entering for handle in handles]
+            self._told_entering = bool(handles)
+            self._on_entering(handles)
 
     def shutdown(self) -> None:
         self._executor.shutdown()

@@ -7,16 +7,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from protos.messages import Admitted, EngineCoreOutputs, Finished
+from core_proc.logprobs import select_tokens, to_columns
+from protos.messages import Admitted, EngineCoreOutputs, Finished, PromptLogprobs
 
 if TYPE_CHECKING:
     import numpy.typing as npt
+
+    from protos.step import Logprobs
 
 
 @dataclass(slots=True)
 class _Pending:
     handles: list[bytes] = field(default_factory=list)
     token_ids: list[bytes] = field(default_factory=list)
+    num_tokens: int = 0
+    logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    """Parts, each with the number of tokens before it."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     admitted: list[Admitted] = field(default_factory=list)
     finished: list[Finished] = field(default_factory=list)
 
@@ -30,19 +37,29 @@ class EventLog:
         """Tokens ever recorded."""
 
     def tokens(
-        self, clients: npt.NDArray[np.int32], handles: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32]
+        self,
+        clients: npt.NDArray[np.int32],
+        handles: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int32],
+        logprobs: Logprobs | None = None,
     ) -> None:
-        """One new token each for some requests."""
+        """One new token each for some requests, and what some of them want to know of theirs."""
         self.num_tokens += len(clients)
         if not len(clients):
             return
         first = int(clients[0])
         if (clients == first).all():
-            self._append(first, handles, token_ids)
+            self._append(first, handles, token_ids, logprobs)
             return
         for client in np.unique(clients):
             chosen = clients == client
-            self._append(int(client), handles[chosen], token_ids[chosen])
+            self._append(int(client), handles[chosen], token_ids[chosen], select_tokens(logprobs, chosen))
+
+    def prompt_logprobs(self, client: int, handle: int, offset: int, logprobs: Logprobs) -> None:
+        """Of consecutive prompt tokens, the first at `offset`."""
+        columns = to_columns([(0, logprobs)])
+        assert columns is not None
+        self._of(client).prompt_logprobs.append(PromptLogprobs(handle, offset, columns))
 
     def admitted(self, client: int, event: Admitted) -> None:
         self._of(client).admitted.append(event)
@@ -59,6 +76,8 @@ class EventLog:
                 token_ids=b"".join(events.token_ids),
                 admitted=events.admitted,
                 finished=events.finished,
+                logprobs=to_columns(events.logprobs),
+                prompt_logprobs=events.prompt_logprobs,
             )
             for client, events in pending.items()
         }
@@ -66,7 +85,16 @@ class EventLog:
     def _of(self, client: int) -> _Pending:
         return self._pending.setdefault(client, _Pending())
 
-    def _append(self, client: int, handles: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32]) -> None:
+    def _append(
+        self,
+        client: int,
+        handles: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int32],
+        logprobs: Logprobs | None,
+    ) -> None:
         events = self._of(client)
+        if logprobs is not None and len(logprobs.index):
+            events.logprobs.append((events.num_tokens, logprobs))
+        events.num_tokens += len(token_ids)
         events.handles.append(handles.astype("<i8", copy=False).tobytes())
         events.token_ids.append(token_ids.astype("<i4", copy=False).tobytes())

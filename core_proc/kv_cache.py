@@ -43,7 +43,7 @@ class KVCache:
 
     def lookup(self, request: Request) -> list[int]:
         """Cached blocks that begin the request's tokens, at most all but its last token."""
-        if not self.prefix_caching:
+        if not self.prefix_caching or not request.reads_cache:
             return []
         hits: list[int] = []
         for block_hash in request.block_hashes[: (request.num_waiting_tokens - 1) // self.block_size]:

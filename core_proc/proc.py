@@ -1,28 +1,31 @@
 """The core process: messages in, steps, columns out.
 
     reader thread: decode, hash prompts ──inbox──► main loop: step ──► writer thread: encode, send
+                      compiler threads: grammars ─────┘
 
-Started with the file descriptor of a socket to its front end; lives as long as that.
+Started with the file descriptors of a socket to its front end, which it lives as long as, and of the black box.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
-import os
 import queue
 import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 
 import msgspec
 
+from core_proc.black_box import BlackBox
 from core_proc.connection import Connection
 from core_proc.engine_core import EngineCore
-from core_proc.request import Request, make_request
-from protos.errors import StartupError
+from core_proc.grammar import GrammarCompiler, Matcher
+from core_proc.parent_death import die_with_parent
+from core_proc.request import Request, State, make_request
+from protos.errors import StartupError, TailraceError
 from protos.messages import (
     Abort,
     Control,
@@ -30,12 +33,14 @@ from protos.messages import (
     CoreFailed,
     EngineCoreOutputs,
     EngineCoreRequest,
+    GrammarSpec,
     Hello,
     LoadProgress,
     Ping,
     Pong,
     Shutdown,
     ToCore,
+    Vocabulary,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,20 +51,31 @@ STATS_INTERVAL = 0.25
 """Seconds between two CoreStats while steps run."""
 IDLE_COLLECT_OBJECTS = 10_000
 """Objects made since the last garbage collection that make one worth its time, when idle."""
-PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The grammar of a request, from a compiler's thread."""
+
+    request: Request
+    matcher: Matcher | TailraceError
 
 
 class EngineCoreProc:
     """The main loop around an EngineCore. Everything that changes the scheduler happens on its thread."""
 
-    def __init__(self, connection: Connection, hello: Hello) -> None:
+    def __init__(self, connection: Connection, hello: Hello, black_box: BlackBox) -> None:
         self._connection = connection
         self._core = EngineCore(
-            hello.config, hello.eos_token_ids, report=lambda done, total: connection.send(LoadProgress(done, total))
+            hello.config,
+            hello.eos_token_ids,
+            report=lambda done, total: connection.send(LoadProgress(done, total)),
+            on_entering=black_box.write,
         )
         self._block_size = hello.config.cache.block_size
-        self._inbox: queue.SimpleQueue[ToCore | Request] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ToCore | Request | Compiled] = queue.SimpleQueue()
         self._aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
+        self._grammars: GrammarCompiler | None = None
         self._stopping = False
         self._stats_due = 0.0
         connection.send(self._core.ready)
@@ -73,8 +89,11 @@ class EngineCoreProc:
                 self._handle_messages()
             else:
                 self._core.scheduler.expire(time.monotonic())
+                self._apply_aborts()
                 self._send_outputs()
                 self._wait_for_message()
+        if self._grammars is not None:
+            self._grammars.close()
         self._core.shutdown()
 
     # The reader's thread --------------------------------------------------------------------
@@ -105,19 +124,36 @@ class EngineCoreProc:
             return
         self._handle_messages()
 
-    def _handle(self, message: ToCore | Request) -> None:
+    def _handle(self, message: ToCore | Request | Compiled) -> None:
         scheduler = self._core.scheduler
         match message:
             case Request():
                 scheduler.add(message)
+                if message.params.grammar is not None:
+                    self._compile(message, message.params.grammar)
+            case Compiled():
+                scheduler.attach_matcher(message.request, message.matcher)
+            case Vocabulary():
+                self._grammars = self._grammars or GrammarCompiler(message, self._core.vocab_size)
             case Abort():
-                scheduler.abort(CLIENT, message.handles)
+                scheduler.abort(CLIENT, message.handles, message.stopped)
             case Control():
                 self._connection.send(ControlReply(message.call_id, self._control(message)))
             case Ping():
                 self._connection.send(Pong())
             case Shutdown():
                 self._stopping = True
+
+    def _compile(self, request: Request, grammar: GrammarSpec) -> None:
+        """The request waits in the queue until its grammar comes back through the inbox."""
+        assert self._grammars is not None, "the vocabulary comes first"
+        output = request.token_ids[request.num_prompt_tokens :].tolist()
+        self._grammars.submit(
+            grammar,
+            output,
+            done=lambda matcher: self._inbox.put(Compiled(request, matcher)),
+            is_wanted=lambda: request.state is not State.FINISHED,
+        )
 
     def _control(self, message: Control) -> list[int]:
         scheduler = self._core.scheduler
@@ -136,7 +172,8 @@ class EngineCoreProc:
 
     def _apply_aborts(self) -> None:
         for _ in range(self._aborts.qsize()):
-            self._core.scheduler.abort(CLIENT, self._aborts.get().handles)
+            message = self._aborts.get()
+            self._core.scheduler.abort(CLIENT, message.handles, message.stopped)
 
     def _send_outputs(self) -> None:
         outputs = self._core.scheduler.events.take().get(CLIENT)
@@ -149,25 +186,18 @@ class EngineCoreProc:
             self._connection.send(outputs)
 
 
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when the one that started it dies, however that dies."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
 def main() -> int:
     die_with_parent()
     # Ctrl-C and a service manager's SIGTERM reach the whole group: the front end drains, then tells us.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s core %(levelname)s %(message)s")
-    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    socket_descriptor, box_descriptor = map(int, sys.argv[1:])
+    connection = Connection(socket.socket(fileno=socket_descriptor))
     try:
         hello = connection.read_first()
         assert isinstance(hello, Hello)
-        proc = EngineCoreProc(connection, hello)
+        proc = EngineCoreProc(connection, hello, BlackBox(box_descriptor))
         # What is here now stays; full collections of it in the loop would only stall streams.
         gc.collect()
         gc.freeze()

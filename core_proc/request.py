@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from core_proc.block_hash import chain_root, extend_chain
@@ -14,7 +15,8 @@ from core_proc.block_hash import chain_root, extend_chain
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from protos.messages import EngineCoreRequest
+    from core_proc.grammar import Matcher
+    from protos.messages import EngineCoreRequest, Sibling
 
 
 class State(Enum):
@@ -51,6 +53,16 @@ class Request:
     """Leading blocks that were offered to the prefix cache."""
     last_step: int = -1
     """Number of the last step that computed some of it."""
+    is_sibling: bool = False
+    """Its prompt is another request's."""
+    siblings: list[Request] = field(default_factory=list)
+    """Sequences of the same prompt that wait until it is computed."""
+    matcher: Matcher | None = None
+    """Where its grammar is behind the output so far."""
+    prompt_logprobs_from: int = 1
+    """First position of the prompt whose log-probability is still to be told, if any is asked for."""
+    is_suspect: bool = False
+    """A step that computed it failed, and it has not drawn a token in a trial since; or it ended as guilty."""
     dropped_step: int = -1
     """Results of steps up to this one are ignored."""
     num_preemptions: int = 0
@@ -68,6 +80,11 @@ class Request:
         """Tokens to compute before it can draw its next one; meaningful while it waits."""
         return len(self.token_ids)
 
+    @property
+    def reads_cache(self) -> bool:
+        """Not while log-probabilities of its prompt are to be told: they come only from computing it."""
+        return self.params.sampling.prompt_logprobs is None or self.prompt_logprobs_from >= self.num_prompt_tokens
+
     def __repr__(self) -> str:
         return (
             f"Request({self.client}/{self.handle}, {self.state.name}, row={self.row}, "
@@ -76,7 +93,7 @@ class Request:
 
 
 def make_request(message: EngineCoreRequest, client: int, block_size: int, max_model_len: int, now: float) -> Request:
-    """The scheduler's view of a message, its prompt hashed: all that can be done off the main loop.
+    """The scheduler's view of a message and its siblings, the prompt hashed: all that can be done off the main loop.
 
     `arrival` is given when it is queued.
     """
@@ -93,7 +110,29 @@ def make_request(message: EngineCoreRequest, client: int, block_size: int, max_m
         max_len=min(len(prompt) + message.max_tokens, max_model_len),
         hash_root=chain_root([("salt", message.cache_salt)]),
         block_hashes=[],
+        prompt_logprobs_from=message.prompt_logprobs_from,
     )
     if not message.bypass_cache:
         extend_chain(request.block_hashes, request.hash_root, token_ids, block_size)
+    request.siblings = [_sibling(request, sibling) for sibling in message.siblings]
     return request
+
+
+def _sibling(request: Request, sibling: Sibling) -> Request:
+    """The same prompt under another handle and seed. Its wait for the prompt is not a wait for admission."""
+    params = msgspec.structs.replace(
+        request.params,
+        handle=sibling.handle,
+        sampling=msgspec.structs.replace(request.params.sampling, seed=sibling.seed, prompt_logprobs=None),
+        siblings=[],
+        queue_timeout=None,
+    )
+    return replace(
+        request,
+        handle=sibling.handle,
+        params=params,
+        block_hashes=list(request.block_hashes),
+        block_ids=[],
+        is_sibling=True,
+        siblings=[],
+    )

@@ -4,6 +4,9 @@ add ──► WAITING ──start──► RUNNING ──finish──► FINISHE
            ▲                  │                   ▲
            └────── preempt ───┘                   │
            └───────────── finish ─────────────────┘
+
+Three kinds of request are held back in the queue: those whose grammar is being compiled, siblings,
+which wait until the prompt they share is computed, and suspects, which wait for their trial.
 """
 
 from __future__ import annotations
@@ -50,14 +53,34 @@ class RequestTable:
         return self._requests.get((client, handle))
 
     def add(self, request: Request) -> None:
-        """Queues a new request."""
+        """Queues a new request, and its siblings behind it."""
+        self._register(request)
+        if request.params.grammar is None:
+            self.waiting.push(request)
+        else:
+            self.waiting.hold(request)
+        for sibling in request.siblings:
+            self._register(sibling)
+            self.waiting.hold(sibling)
+
+    def _register(self, request: Request) -> None:
         key = (request.client, request.handle)
         assert key not in self._requests, f"handle {key} is in use"
         request.arrival = self._num_arrived
         self._num_arrived += 1
         self._requests[key] = request
         self.timers.add(request)
-        self.waiting.push(request)
+
+    def release(self, request: Request) -> None:
+        """A request that was held back may be served."""
+        self.waiting.release(request)
+
+    def release_siblings(self, request: Request) -> None:
+        """The prompt of a request is computed: its siblings may share it."""
+        for sibling in request.siblings:
+            self.waiting.release(sibling)
+        request.siblings = []
+        self.rows.has_siblings[request.row] = False
 
     def start(self, request: Request, num_cached: int, now: float) -> int:
         """WAITING to RUNNING, with `num_cached` tokens in the blocks it holds already; returns the row."""
@@ -66,7 +89,7 @@ class RequestTable:
         if request.admitted_time == -math.inf:
             request.admitted_time = now
             request.num_cached_tokens = num_cached
-            self._prompt_tokens += request.num_prompt_tokens
+            self._prompt_tokens += 0 if request.is_sibling else request.num_prompt_tokens
             self._prefix_queries += request.num_waiting_tokens
             self._prefix_hits += num_cached
             self.events.admitted(request.client, Admitted(request.handle, num_cached, now - request.arrival_time))
@@ -81,23 +104,42 @@ class RequestTable:
         request.state = State.WAITING
         request.num_preemptions += 1
         self._preemptions += 1
-        self.waiting.push(request)
+        if request.is_suspect:
+            self.waiting.hold(request)
+        else:
+            self.waiting.push(request)
+
+    def suspect(self, request: Request) -> None:
+        """A step that computed it failed: it gives up what it has, and waits for its trial."""
+        request.is_suspect = True
+        if request.state is State.RUNNING:
+            self.preempt(request, publish=False)
+        else:
+            self.waiting.remove(request)
+            self.waiting.hold(request)
 
     def drop_in_flight(self, last_step: int) -> None:
         """Tokens of waiting requests from steps up to this one were drawn from something false."""
         for request in self.waiting:
             request.dropped_step = last_step
 
-    def finish(self, request: Request, reason: FinishReason, message: str = "", stop_token_id: int = -1) -> None:
-        """Any state to FINISHED: gives back all it holds and tells the front end."""
+    def finish(
+        self, request: Request, reason: FinishReason, message: str = "", *, field: str = "", stop_token_id: int = -1
+    ) -> None:
+        """Any state to FINISHED: gives back all it holds and tells the front end. Siblings that still wait for its
+        prompt end with it."""
         if request.state is State.RUNNING:
             if reason is FinishReason.ABORTED:
-                self._aborted_tokens += int(self.rows.computed[request.row])
+                self._aborted_tokens += int(self.rows.computed[request.row] - self.rows.cached[request.row])
             self._leave_row(request, publish=reason is not FinishReason.ERROR)
         else:
             self.waiting.remove(request)
         request.state = State.FINISHED
         del self._requests[request.client, request.handle]
+        siblings, request.siblings = request.siblings, []
+        for sibling in siblings:
+            if sibling.state is not State.FINISHED:
+                self.finish(sibling, reason, message, field=field)
         now = self._clock()
         queued_until = request.admitted_time if request.admitted_time > -math.inf else now
         prefilled_until = request.first_token_time if request.first_token_time > -math.inf else now
@@ -113,6 +155,7 @@ class RequestTable:
                 prefill_seconds=prefilled_until - queued_until,
                 decode_seconds=now - prefilled_until,
                 message=message,
+                field=field,
             ),
         )
 

@@ -35,6 +35,8 @@ class Rows:
     def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
         self.computed: Int32s = np.zeros(num_rows, np.int32)
+        self.cached: Int32s = np.zeros(num_rows, np.int32)
+        """Tokens that were computed already when the request entered."""
         self.expected: Int32s = np.zeros(num_rows, np.int32)
         self.known: Int32s = np.zeros(num_rows, np.int32)
         self.max_len: Int32s = np.zeros(num_rows, np.int32)
@@ -46,7 +48,11 @@ class Rows:
         self.handle: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.client: Int32s = np.zeros(num_rows, np.int32)
         self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
-        self.has_stop_ids: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.looks_at_tokens: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        """Whether each token may end the request in a way of its own: a stop id, a grammar, a repetition."""
+        self.has_grammar: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.has_siblings: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        """Whether sequences of the same prompt wait for it to be computed."""
         self.awaits_first: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         """Whether the request has not had a token yet."""
         self.token_ids: Int32s = np.zeros((num_rows, max_model_len), np.int32)
@@ -80,7 +86,7 @@ class Rows:
         """Gives a request the lowest free row, so that the worker's batch stays dense."""
         row = heapq.heappop(self._free)
         known = len(request.token_ids)
-        self.computed[row] = num_computed
+        self.computed[row] = self.cached[row] = num_computed
         self.expected[row] = self.known[row] = known
         self.max_len[row] = request.max_len
         self.token_ids[row, :known] = request.token_ids
@@ -89,7 +95,12 @@ class Rows:
         self.handle[row] = request.handle
         self.client[row] = request.client
         self.ignore_eos[row] = request.params.sampling.ignore_eos
-        self.has_stop_ids[row] = bool(request.params.sampling.stop_token_ids)
+        params = request.params
+        self.has_grammar[row] = request.matcher is not None
+        self.has_siblings[row] = bool(request.siblings)
+        self.looks_at_tokens[row] = (
+            bool(params.sampling.stop_token_ids) or request.matcher is not None or params.repetition is not None
+        )
         self.awaits_first[row] = request.first_token_time == -math.inf
         self.requests[row] = request
         insort(self._order, (request.key, row))

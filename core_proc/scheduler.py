@@ -1,12 +1,11 @@
-"""Scheduler: who runs in a step with how many tokens, and what the drawn tokens mean.
+"""Scheduler: who runs in a step with how many tokens.
 
 There is no prefill phase and no decode phase. A request has tokens known and tokens computed; a step
 gives each request some of the difference, within a budget of tokens. Chunked prefill, prefix hits
 and resumption after preemption all follow from that.
 
 Progress is counted when a step is scheduled, not when it is back, so that the next one can be
-scheduled meanwhile. A step in flight remembers rows, epochs and positions: its tokens go to rows
-whose epoch is still the same, and otherwise to the request if that was merely preempted.
+scheduled meanwhile; intake.py takes in what it drew.
 """
 
 from __future__ import annotations
@@ -19,40 +18,29 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from core_proc.intake import Intake, StepInFlight
 from core_proc.request import Request, State
 from core_proc.request_table import RequestTable
+from core_proc.suspects import Suspects
 from core_proc.timers import PrefillRate
+from protos.errors import InvalidRequestError, OverloadedError, TailraceError
 from protos.messages import FinishReason
-from protos.step import EMPTY, NewRow, SchedulerOutput
+from protos.step import EMPTY, GrammarMask, NewRow, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from core_proc.grammar import Matcher
     from core_proc.kv_cache import KVCache
     from protos.config import SchedulerOptions
     from protos.messages import CoreStats
+    from protos.step import ModelRunnerOutput
 
 Int32s = npt.NDArray[np.int32]
 _EXPIRED = {
     FinishReason.DEADLINE: "the deadline has passed",
     FinishReason.QUEUE_TIMEOUT: "not admitted within the queue timeout",
 }
-_MISPLACED = "a step returned a token out of place or out of the vocabulary"
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """What is remembered of a step until its tokens are back. Arrays are parallel: the rows that draw."""
-
-    output: SchedulerOutput
-    scheduled_time: float
-    rows: Int32s
-    epochs: npt.NDArray[np.int64]
-    positions: Int32s
-    """Index in prompt + output that the drawn token will have."""
-    requests: npt.NDArray[np.object_]
-    all_requests: npt.NDArray[np.object_]
-    """Of every scheduled row, drawing or not."""
 
 
 @dataclass(slots=True)
@@ -91,9 +79,10 @@ class Scheduler:
         self._waiting = self.table.waiting
         self._budget = options.max_num_batched_tokens
         self._prefill_cap = options.long_prefill_threshold or max(1, self._budget // 4)
-        self._is_eos = np.zeros(vocab_size, np.bool_)
-        self._is_eos[list(eos_token_ids)] = True
+        self._vocab_size = vocab_size
+        self._intake = Intake(self.table, eos_token_ids, vocab_size)
         self._prefill_rate = PrefillRate()
+        self._suspects = Suspects()
         self._clock = clock
         self._num_steps = 0
 
@@ -101,17 +90,41 @@ class Scheduler:
         return f"Scheduler({self.admission}, {self.table}, steps={self._num_steps})"
 
     def add(self, request: Request) -> None:
-        """Queues a request; one that could never run fails at once."""
+        """Queues a request; one that could never run fails at once. With a grammar it waits for `attach_matcher`."""
         self.table.add(request)
         if not 0 < request.num_waiting_tokens < request.max_len <= self.max_model_len:
             self.table.finish(request, FinishReason.ERROR, f"its length must be within 1 and {self.max_model_len - 1}")
 
-    def abort(self, client: int, handles: Iterable[int]) -> None:
-        """Ends requests wherever they are; unknown handles are ignored."""
+    def attach_matcher(self, request: Request, matcher: Matcher | TailraceError) -> None:
+        """The grammar of a request is compiled, or cannot be: the request may run, or ends."""
+        if request.state is State.FINISHED:
+            return
+        if isinstance(matcher, TailraceError):
+            self._refuse(request, matcher)
+            return
+        if matcher.is_done:  # it allows no token at all, or a resumed output was whole
+            self.table.finish(request, FinishReason.CONSTRAINT_DONE)
+            return
+        request.matcher = matcher
+        for sibling in request.siblings:
+            sibling.matcher = matcher.copy()
+        self.table.release(request)
+
+    def _refuse(self, request: Request, error: TailraceError) -> None:
+        if isinstance(error, InvalidRequestError):
+            self.table.finish(request, FinishReason.INVALID, error.description, field=error.field)
+        elif isinstance(error, OverloadedError):
+            self.table.finish(request, FinishReason.OVERLOADED, str(error))
+        else:
+            self.table.finish(request, FinishReason.ERROR, str(error))
+
+    def abort(self, client: int, handles: Iterable[int], stopped: bool = False) -> None:
+        """Ends requests wherever they are, given up or `stopped` because they are complete; unknown handles are
+        ignored."""
         for handle in handles:
             request = self.table.get(client, handle)
             if request is not None:
-                self.table.finish(request, FinishReason.ABORTED)
+                self.table.finish(request, FinishReason.STOP_STRING if stopped else FinishReason.ABORTED)
 
     def progress(self, client: int, handle: int) -> list[int]:
         """[requests ahead of it in the queue, prompt tokens computed] of a live request, else []."""
@@ -136,7 +149,9 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `schedule` may find something to do."""
-        return self.admission != "frozen" and (len(self._rows) > 0 or self._next_to_admit() is not None)
+        if self.admission == "frozen":
+            return False
+        return len(self._rows) > 0 or self._next_to_admit() is not None or bool(self._suspects)
 
     @property
     def seconds_to_timer(self) -> float | None:
@@ -154,18 +169,29 @@ class Scheduler:
         self.expire(now)
         if self.admission == "frozen":
             return None
+        if not self._suspects:
+            return self._schedule(now)
+        is_turn = self._suspects.last_trial < self._num_steps - 1
+        return self._schedule(now, trial=is_turn) or self._schedule(now, trial=not is_turn)
+
+    def _schedule(self, now: float, trial: bool = False) -> StepInFlight | None:
+        """A step of suspects, or of all others."""
+        if trial and self._suspects.last_trial > self.kv_cache.last_returned_step:
+            return None
         draft = _Draft()
-        rows, counts, scarce = self._schedule_running(draft)
+        rows, counts, scarce = self._schedule_running(draft, trial)
         if not scarce and len(self._waiting):
-            admitted, chunks = self._admit(draft, self._budget - int(counts.sum()), now)
+            admitted, chunks = self._admit(draft, self._budget - int(counts.sum()), now, trial)
             if admitted:
                 rows = np.concatenate([rows, np.array(admitted, np.int32)])
                 counts = np.concatenate([counts, np.array(chunks, np.int32)])
         if not len(rows):
             return None
+        if trial:
+            self._suspects.last_trial = self._num_steps
         return self._issue(draft, rows, counts, now)
 
-    def _schedule_running(self, draft: _Draft) -> tuple[Int32s, Int32s, bool]:
+    def _schedule_running(self, draft: _Draft, trial: bool) -> tuple[Int32s, Int32s, bool]:
         """(rows, tokens of each, whether blocks were too few for one of them) of the running rows that compute."""
         scarce = False
         columns = self._rows
@@ -176,7 +202,11 @@ class Scheduler:
             todo = expected - computed
             # A row that is certain to end when its step returns has nothing more to compute.
             todo[expected >= columns.max_len[rows]] = 0
-            if np.count_nonzero(todo) + len(self._waiting) > 1:
+            # What a grammar allows next is known when the last token is.
+            todo[columns.has_grammar[rows] & (expected > columns.known[rows])] = 0
+            if self._suspects:
+                todo[[request.is_suspect is not trial for request in columns.requests[rows]]] = 0
+            if trial or np.count_nonzero(todo) + self._waiting.num_ready > 1:
                 np.minimum(todo, self._prefill_cap, out=todo)
             ends = np.cumsum(todo)
             counts = todo
@@ -207,11 +237,13 @@ class Scheduler:
             return False
         return True
 
-    def _admit(self, draft: _Draft, budget: int, now: float) -> tuple[list[int], list[int]]:
+    def _admit(self, draft: _Draft, budget: int, now: float, trial: bool) -> tuple[list[int], list[int]]:
         """(rows, tokens of each) of waiting requests that start or resume in this step."""
         rows: list[int] = []
         counts: list[int] = []
-        while budget > 0 and self._rows.num_free and (request := self._next_to_admit()):
+        kept_rows, kept_tokens = (0, 0) if trial else self._suspects.reserved(self.kv_cache.block_size)
+        next_one = self._suspects.next_waiting if trial else self._next_to_admit
+        while budget > 0 and self._rows.num_free > kept_rows and (request := next_one()):
             if request.last_step > self.kv_cache.last_returned_step:
                 break  # a token of it is still in flight
             num_tokens = request.num_waiting_tokens
@@ -221,11 +253,11 @@ class Scheduler:
                 self.table.finish(request, FinishReason.DEADLINE, "the deadline cannot be met any more")
                 continue
             # All of it must fit, not just the first chunk: else prompts evict one another half-way.
-            if not self.kv_cache.fits(num_tokens, hits):
+            if not self.kv_cache.fits(num_tokens + kept_tokens, hits):
                 break
             self.kv_cache.share(request, hits)
             count = min(num_tokens - cached, budget)
-            if len(self._rows) or len(self._waiting) > 1:
+            if trial or len(self._rows) or self._waiting.num_ready > 1:
                 count = min(count, self._prefill_cap)
             grown = self.kv_cache.grow(request, cached + count)
             assert grown is not None, "fits() was asked"
@@ -239,6 +271,7 @@ class Scheduler:
                     num_prompt_tokens=request.num_prompt_tokens,
                     block_ids=list(request.block_ids),
                     sampling=request.params.sampling,
+                    prompt_logprobs_from=request.prompt_logprobs_from,
                 )
             )
             self._publish(request, cached + count)
@@ -247,7 +280,7 @@ class Scheduler:
     def _next_to_admit(self) -> Request | None:
         """Head of the queue; while admission is paused, of those in it that had been admitted before."""
         if self.admission == "paused":
-            preempted = (request for request in self._waiting if request.admitted_time > -math.inf)
+            preempted = (r for r in self._waiting if r.admitted_time > -math.inf and not r.is_suspect)
             return min(preempted, key=lambda request: request.key, default=None)
         return self._waiting.peek()
 
@@ -265,6 +298,8 @@ class Scheduler:
         columns.expected[drawing] = positions + 1
         for row in {*draft.grown, *rows[counts > 1].tolist()}:
             self._publish(columns.requests[row], int(columns.computed[row]))
+        for row in drawing[columns.has_siblings[drawing]].tolist():
+            self.table.release_siblings(columns.requests[row])
         output = SchedulerOutput(
             step_id=self._num_steps,
             rows=rows,
@@ -292,47 +327,46 @@ class Scheduler:
 
     # Update -----------------------------------------------------------------------------------
 
-    def update(self, step: StepInFlight, token_ids: Int32s) -> None:
+    def grammar_mask(self, step: StepInFlight) -> GrammarMask | None:
+        """What the grammars of a step allow it to draw. All their tokens are known: such rows wait for them."""
+        index = np.flatnonzero(self._rows.has_grammar[step.rows])
+        if not len(index):
+            return None
+        bits = np.zeros((len(index), -(-self._vocab_size // 32)), np.int32)
+        for request, row in zip(step.requests[index], bits, strict=True):
+            request.matcher.fill(row)
+        return GrammarMask(index.astype(np.int32), bits)
+
+    def update(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
         """Takes in what a step drew. Steps come back in the order they were issued."""
         now = self._clock()
         self.kv_cache.step_returned(step.output.step_id)
         # One token of each row is not prefill, or not enough to matter.
         self._prefill_rate.observe(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
-        columns = self._rows
-        rows, positions = step.rows, step.positions
-        current = columns.epoch[rows] == step.epochs
-        if not current.all():
-            for index in np.flatnonzero(~current).tolist():
-                self._deliver_late(step, index, int(token_ids[index]), now)
-            rows, positions, token_ids = rows[current], positions[current], token_ids[current]
-        as_expected = (columns.known[rows] == positions) & (token_ids >= 0) & (token_ids < len(self._is_eos))
-        if not as_expected.all():
-            for row in rows[~as_expected].tolist():
-                self.table.finish(columns.requests[row], FinishReason.ERROR, _MISPLACED)
-            rows, positions, token_ids = rows[as_expected], positions[as_expected], token_ids[as_expected]
-        columns.token_ids[rows, positions] = token_ids
-        columns.known[rows] = positions + 1
-        self.events.tokens(columns.client[rows], columns.handle[rows], token_ids)
-        first = columns.awaits_first[rows]
-        if first.any():
-            for row in rows[first].tolist():
-                columns.requests[row].first_token_time = now
-            columns.awaits_first[rows] = False
-        ended = self._is_eos[token_ids] & ~columns.ignore_eos[rows]
-        ended |= positions + 1 >= columns.max_len[rows]
-        ended |= columns.has_stop_ids[rows]
-        for index in np.flatnonzero(ended).tolist():
-            self._finish_if_ended(columns.requests[rows[index]], int(token_ids[index]), int(positions[index]) + 1)
+        self._intake.take(step, output, now)
+        if self._suspects.is_trial(step):
+            self._suspects.clear(step)
 
     def fail(self, step: StepInFlight, message: str) -> None:
-        """A step raised: its requests end, the engine goes on.
+        """A step raised: its request ends; if it has several, they become suspects. The engine goes on.
 
         What the step was to fill is withdrawn; whoever already built on it starts over.
         """
         false_blocks = self.kv_cache.step_failed(step.output.step_id)
-        for request in step.all_requests:
-            if request.state is State.RUNNING:
-                self.table.finish(request, FinishReason.ERROR, message)
+        is_trial = self._suspects.is_trial(step)
+        live: list[Request] = [request for request in step.all_requests if request.state is not State.FINISHED]
+        if not is_trial and any(request.is_suspect for request in step.all_requests):
+            # Issued before they were suspected, it tells nothing new: the others in it start over.
+            for request in live:
+                if request.state is State.RUNNING:
+                    self.table.preempt(request, publish=False)
+        elif live and len(step.all_requests) == 1 and (is_trial or live[0].state is State.RUNNING):
+            live[0].is_suspect = True
+            self.table.finish(live[0], FinishReason.ERROR, message)
+        else:
+            for request in live:
+                self.table.suspect(request)
+            self._suspects.accuse(step, live)
         for request in self.table.running():
             if not false_blocks.isdisjoint(request.block_ids):
                 self.table.preempt(request, publish=False)
@@ -342,31 +376,3 @@ class Scheduler:
         """Ends the requests whose time is up."""
         for request, reason in self.table.timers.due(now):
             self.table.finish(request, reason, _EXPIRED.get(reason, ""))
-
-    def _deliver_late(self, step: StepInFlight, index: int, token_id: int, now: float) -> None:
-        """A token for a request that has left its row: kept if the request was preempted, else nobody's."""
-        request: Request = step.requests[index]
-        if request.state is State.FINISHED or step.output.step_id <= request.dropped_step:
-            return
-        in_place = request.state is State.WAITING and len(request.token_ids) == step.positions[index]
-        if not in_place or not 0 <= token_id < len(self._is_eos):
-            self.table.finish(request, FinishReason.ERROR, _MISPLACED)
-            return
-        request.token_ids = np.append(request.token_ids, np.int32(token_id))
-        if request.first_token_time == -math.inf:
-            request.first_token_time = now
-        self.events.tokens(
-            np.array([request.client], np.int32), np.array([request.handle]), np.array([token_id], np.int32)
-        )
-        self._finish_if_ended(request, token_id, len(request.token_ids))
-
-    def _finish_if_ended(self, request: Request, token_id: int, length: int) -> None:
-        """Ends, in this order of precedence: end of sequence, stop id, length."""
-        sampling = request.params.sampling
-        if self._is_eos[token_id] and not sampling.ignore_eos:
-            self.table.finish(request, FinishReason.EOS, stop_token_id=token_id)
-        elif token_id in sampling.stop_token_ids:
-            self.table.finish(request, FinishReason.STOP_TOKEN, stop_token_id=token_id)
-        elif length >= request.max_len:
-            within_context = length - request.num_prompt_tokens >= request.params.max_tokens
-            self.table.finish(request, FinishReason.MAX_TOKENS if within_context else FinishReason.CONTEXT_FULL)

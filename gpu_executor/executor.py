@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from protos.config import EngineConfig
-    from protos.step import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+    from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 
 class PendingOutput(Protocol):
@@ -37,8 +37,8 @@ class Executor(Protocol):
         """Starts the forward pass of a step. Does not raise for a step that fails: `sample` tells."""
         ...
 
-    def sample(self) -> PendingOutput:
-        """Starts drawing the tokens of the step last executed."""
+    def sample(self, mask: GrammarMask | None = None) -> PendingOutput:
+        """Starts drawing the tokens of the step last executed, of grammars' rows among those the mask allows."""
         ...
 
     def shutdown(self) -> None:

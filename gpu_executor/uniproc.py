@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from protos.config import EngineConfig
-    from protos.step import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+    from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class SingleWorker(Protocol):
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo: ...
     def execute(self, step: SchedulerOutput) -> None: ...
-    def sample(self) -> ModelRunnerOutput: ...
+    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput: ...
 
 
 def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> SingleWorker:
@@ -52,13 +52,13 @@ class UniprocExecutor:
     def execute(self, step: SchedulerOutput) -> None:
         self._forward = self._submit(lambda: self._worker.execute(step))
 
-    def sample(self) -> Future[ModelRunnerOutput]:
+    def sample(self, mask: GrammarMask | None = None) -> Future[ModelRunnerOutput]:
         forward, self._forward = self._forward, None
         assert forward is not None, "sample without execute"
 
         def run() -> ModelRunnerOutput:
             forward.result()
-            return self._worker.sample()
+            return self._worker.sample(mask)
 
         return self._submit(run)
 

@@ -11,7 +11,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from model_runner.device import make_device
 from model_runner.runner import ModelRunner
+from model_runner.weights import check_weights
 from protos.errors import StartupError
 from protos.model_files import read_model_spec, resolve_model
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from protos.config import EngineConfig
-    from protos.step import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+    from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 
 class Worker:
@@ -38,6 +40,7 @@ class Worker:
         path = resolve_model(self._config.model.model)
         spec = read_model_spec(path)
         try:
+            check_weights(path, spec, make_device(self._config, spec))
             runner = ModelRunner(self._config, spec, self._eos_token_ids)
             info = runner.load(path, report)
         except (MemoryError, RuntimeError) as error:
@@ -55,9 +58,9 @@ class Worker:
         """Runs the forward pass of a step."""
         self._loaded().execute(step)
 
-    def sample(self) -> ModelRunnerOutput:
-        """Draws the tokens of the step last executed."""
-        return self._loaded().sample()
+    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
+        """Draws the tokens of the step last executed, of grammars' rows among those the mask allows."""
+        return self._loaded().sample(mask)
 
     def _loaded(self) -> ModelRunner:
         assert self._runner is not None, "load comes first"

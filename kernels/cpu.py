@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 _VARIANTS = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic"), "DEFAULT": ("generic",)}
 """By what torch calls this processor's capability, best first."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SILU, _GELU = 0, 1
+"""Activations of the gated product, as cpp/elementwise.h numbers them."""
 _LANES = 16
 """Sizes must be a multiple of the widest vector, floats; others take the reference."""
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
@@ -55,7 +57,8 @@ _SIGNATURES: dict[str, list[type]] = {
     "write_kv": [_int, *[_pointer] * 5, *[_long] * 3, *[_int] * 4],
     "rms_norm": [_int, *[_pointer] * 4, _long, _long, _float, _int],
     "rotary": [_int, *[_pointer] * 3, _long, _long, *[_int] * 4],
-    "silu_mul": [_int, *[_pointer] * 2, _long, _long, _int],
+    "norm_heads": [_int, *[_pointer] * 2, _long, _long, _int, _int, _float, _int],
+    "gated": [_int, _int, *[_pointer] * 2, _long, _long, _int],
 }
 
 
@@ -92,7 +95,8 @@ class CpuOps(ReferenceOps):
         self._write_kv = library.tailrace_write_kv
         self._rms_norm = library.tailrace_rms_norm
         self._rotary = library.tailrace_rotary
-        self._silu_mul = library.tailrace_silu_mul
+        self._norm_heads = library.tailrace_norm_heads
+        self._gated = library.tailrace_gated
 
     def write_kv(
         self,
@@ -169,6 +173,7 @@ class CpuOps(ReferenceOps):
         if size % _LANES:
             return super().rms_norm(x, weight, eps, residual)
         assert x.is_contiguous()
+        assert weight.dtype == torch.float32
         out = torch.empty_like(x)
         summed = None if residual is None else residual.data_ptr()
         self._rms_norm(
@@ -183,6 +188,25 @@ class CpuOps(ReferenceOps):
             self._num_threads,
         )
         return out
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        tokens, heads, head_dim = x.shape
+        if head_dim % _LANES:
+            return super().norm_heads(x, weight, eps)
+        assert x.stride(1) == head_dim
+        assert weight.dtype == torch.float32
+        self._norm_heads(
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            weight.data_ptr(),
+            tokens,
+            x.stride(0),
+            heads,
+            head_dim,
+            eps,
+            self._num_threads,
+        )
+        return None
 
     def rotary(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
         tokens, heads, head_dim = x.shape
@@ -206,10 +230,14 @@ class CpuOps(ReferenceOps):
         return None
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
-        tokens, size = x.shape[0], x.shape[1] // 2
-        if size % _LANES:
-            return super().silu_mul(x)
+        return super().silu_mul(x) if x.shape[1] % (2 * _LANES) else self._gate(_SILU, x)
+
+    def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return super().gelu_mul(x) if x.shape[1] % (2 * _LANES) else self._gate(_GELU, x)
+
+    def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()
+        tokens, size = x.shape[0], x.shape[1] // 2
         out = torch.empty((tokens, size), dtype=x.dtype)
-        self._silu_mul(_DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), tokens, size, self._num_threads)
+        self._gated(_DTYPES[x.dtype], activation, x.data_ptr(), out.data_ptr(), tokens, size, self._num_threads)
         return out

@@ -83,7 +83,7 @@ class ReferenceOps:
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [tokens, size] over its root mean square, times weight [size].
+        """x [tokens, size] over its root mean square, times weight [size], float32.
 
         With a residual, x is added to it in place first and the sum is what is normed.
         """
@@ -91,7 +91,11 @@ class ReferenceOps:
             x = residual.add_(x)
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * scale * weight.float()).to(x.dtype)
+        return (wide * scale * weight).to(x.dtype)
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Norms each head of x [tokens, heads, head_dim] in place, times weight [head_dim], float32."""
+        x.copy_(self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape))
 
     def rotary(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
         """Rotates x [tokens, heads, head_dim] in place by the angles of cosines and sines [tokens, pairs], float32.
@@ -108,3 +112,8 @@ class ReferenceOps:
         """silu(gate) * up [tokens, size], where x [tokens, 2 * size] holds the gates and then the ups."""
         gate, up = x.float().chunk(2, -1)
         return (F.silu(gate) * up).to(x.dtype)
+
+    def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """gelu(gate) * up likewise, with the approximation of gelu by tanh."""
+        gate, up = x.float().chunk(2, -1)
+        return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)

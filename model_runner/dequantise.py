@@ -1,10 +1,10 @@
 """Dequantisation: blocks of a GGUF tensor to float32, bit for bit what the gguf package computes.
 
-The formats of 32 weights per block are done here, several times faster and without importing the
-package (0.25 s); the others go through it. In all of them a block starts with its scale d (float16);
-the _1 formats add a minimum m (float16); the 5-bit formats then keep the fifth bits in a 32-bit mask,
-bit i for weight i; a byte of the rest holds weight i in its low half and weight i + 16 in its high
-half, or one signed weight in Q8_0.
+The formats of 32 weights per block are done here, and the common ones of 256 in dequantise_k.py, several
+times faster and without importing the package (0.25 s); the others go through it. In those here a block
+starts with its scale d (float16); the _1 formats add a minimum m (float16); the 5-bit formats then keep
+the fifth bits in a 32-bit mask, bit i for weight i; a byte of the rest holds weight i in its low half and
+weight i + 16 in its high half, or one signed weight in Q8_0.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from model_runner.dequantise_k import q4_k, q5_k, q6_k
 from protos.gguf import BLOCK_FORMATS
 
 if TYPE_CHECKING:
@@ -91,6 +92,10 @@ _DIRECT: dict[int, Callable[[Bytes], Floats]] = {
     6: lambda blocks: _scaled(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), blocks, -16),
     7: lambda blocks: _with_minimum(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), blocks),
     8: lambda blocks: _scaled(blocks[:, 2:].view(np.int8), blocks),
+    12: q4_k,
+    13: q5_k,
+    14: q6_k,
     30: _bfloat16,
 }
-"""By ggml type id: F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, BF16. Each takes [blocks, bytes of a block]."""
+"""By ggml type id: F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16.
+Each takes [blocks, bytes of a block]."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T tokens of R rows, row after row; S of the rows draw a token."""
+    """T tokens of R rows, row after row; S of the rows draw a token, P tokens of prompts get log-probabilities."""
 
     input_ids: torch.Tensor
     """[T] int64."""
@@ -25,7 +25,8 @@ class ForwardBatch:
     """[R] int32: keys of each row, this step's tokens included."""
     block_tables: torch.Tensor
     """[R, blocks] int32; entries beyond a row's keys are undefined."""
-    sampled_tokens: torch.Tensor
-    """[S] int64: the tokens whose next one is drawn."""
+    output_tokens: torch.Tensor
+    """[S + P] int64: the tokens whose hidden states are wanted. First those whose next one is drawn, then those
+    that predict a prompt token whose log-probability is asked for."""
     kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of each layer."""

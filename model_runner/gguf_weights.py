@@ -31,7 +31,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""From a tensor's name in GGUF, without block number and suffix, to its Hugging Face name."""
+"""From a tensor's name in GGUF, without block number and suffix, to its Hugging Face name; those of Llama."""
 _IN_THE_SPEC = {"rope_freqs.weight"}
 """Tensors that the ModelSpec has already read."""
 _CHUNK_WEIGHTS = 1 << 18
@@ -41,10 +41,12 @@ _OTHER_NAME = re.compile(r"(\w+)\.(weight|bias)")
 
 
 class GGUFCheckpoint:
-    """`pair_heads`: heads of q and k, by the module's name, whose rows the file keeps in pair order."""
+    """`names` go before Llama's. `pair_heads`: heads of q and k, by the module's name, whose rows the file
+    keeps in pair order."""
 
-    def __init__(self, path: Path, pair_heads: dict[str, int]) -> None:
+    def __init__(self, path: Path, names: dict[str, str], pair_heads: dict[str, int]) -> None:
         self._path = path
+        self._names = _NAMES | names
         self._pair_heads = pair_heads
         self._tensors = read_gguf(path).tensors
 
@@ -60,7 +62,9 @@ class GGUFCheckpoint:
                     f"{self._path}: tensor {tensor.name} is in block format {kind}, which cannot be read"
                 )
             found.append(
-                CheckpointTensor(self._path, _hugging_face_name(tensor.name), tensor.name, tensor.shape, tensor.nbytes)
+                CheckpointTensor(
+                    self._path, self._hugging_face_name(tensor.name), tensor.name, tensor.shape, tensor.nbytes
+                )
             )
         return found
 
@@ -74,16 +78,15 @@ class GGUFCheckpoint:
                 _copy(table[tensor.name], rows, torch.from_numpy(weights), heads)
             yield tensor.nbytes
 
-
-def _hugging_face_name(name: str) -> str:
-    """The name itself where GGUF's is not known: the check against the model's table will then refuse it."""
-    if match := _BLOCK_NAME.fullmatch(name):
-        block, module, suffix = match.groups()
-        return f"model.layers.{block}.{_NAMES.get(module, module)}.{suffix}"
-    if match := _OTHER_NAME.fullmatch(name):
-        module, suffix = match.groups()
-        return f"{_NAMES.get(module, module)}.{suffix}"
-    return name
+    def _hugging_face_name(self, name: str) -> str:
+        """The name itself where GGUF's is not known: the check against the model's table will then refuse it."""
+        if match := _BLOCK_NAME.fullmatch(name):
+            block, module, suffix = match.groups()
+            return f"model.layers.{block}.{self._names.get(module, module)}.{suffix}"
+        if match := _OTHER_NAME.fullmatch(name):
+            module, suffix = match.groups()
+            return f"{self._names.get(module, module)}.{suffix}"
+        return name
 
 
 def _chunks(data: np.ndarray, tensor: GGUFTensor, heads: int) -> Iterator[tuple[slice, np.ndarray]]:

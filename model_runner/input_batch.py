@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from model_runner.features import NO_LISTS, PROMPT_LOGPROBS, TokenLists, features, token_lists
 from model_runner.forward_batch import ForwardBatch
+from model_runner.prompt_spans import PromptSpans, prompt_spans
 
 if TYPE_CHECKING:
     import torch
@@ -42,8 +44,17 @@ class InputBatch:
         self.min_p: npt.NDArray[np.float64] = np.zeros(num_rows, np.float64)
         self.seed: npt.NDArray[np.uint64] = np.zeros(num_rows, np.uint64)
         self.min_tokens: Int32s = np.zeros(num_rows, np.int32)
+        self.repetition_penalty: npt.NDArray[np.float32] = np.ones(num_rows, np.float32)
+        self.frequency_penalty: npt.NDArray[np.float32] = np.zeros(num_rows, np.float32)
+        self.presence_penalty: npt.NDArray[np.float32] = np.zeros(num_rows, np.float32)
+        self.num_logprobs: Int32s = np.zeros(num_rows, np.int32)
+        self.num_prompt_logprobs: Int32s = np.zeros(num_rows, np.int32)
+        self.prompt_logprobs_from: Int32s = np.zeros(num_rows, np.int32)
+        self.uses: npt.NDArray[np.uint8] = np.zeros(num_rows, np.uint8)
+        """Bits of features.py; the columns and lists of a feature that a row does not use are not read."""
         self.end_token_ids: list[list[int]] = [[]] * num_rows
         """Tokens that end the row's output: its stop ids, and the model's own unless it ignores them."""
+        self.lists: list[TokenLists] = [NO_LISTS] * num_rows
 
     def apply(self, step: SchedulerOutput) -> None:
         """Takes over what the step says has changed."""
@@ -66,6 +77,14 @@ class InputBatch:
         self.min_tokens[row] = sampling.min_tokens
         own = () if sampling.ignore_eos else self._eos_token_ids
         self.end_token_ids[row] = [*own, *sampling.stop_token_ids]
+        self.uses[row] = features(sampling)
+        self.lists[row] = token_lists(sampling)
+        self.repetition_penalty[row] = sampling.repetition_penalty
+        self.frequency_penalty[row] = sampling.frequency_penalty
+        self.presence_penalty[row] = sampling.presence_penalty
+        self.num_logprobs[row] = sampling.logprobs or 0
+        self.num_prompt_logprobs[row] = sampling.prompt_logprobs or 0
+        self.prompt_logprobs_from[row] = new_row.prompt_logprobs_from
 
     def _append_blocks(self, rows: Int32s, block_ids: Int32s) -> None:
         # The n-th block of a row in this step goes n places behind its last one.
@@ -75,7 +94,19 @@ class InputBatch:
         self.block_tables[in_order, self.num_blocks[in_order] + nth] = block_ids[order]
         np.add.at(self.num_blocks, rows, 1)
 
-    def forward_batch(self, step: SchedulerOutput, kv_caches: list[tuple[torch.Tensor, torch.Tensor]]) -> ForwardBatch:
+    def prompt_spans(self, step: SchedulerOutput) -> PromptSpans | None:
+        """The prompt tokens whose log-probabilities the step tells, if there are any."""
+        asking = (self.uses[step.rows] & PROMPT_LOGPROBS) != 0
+        if not asking.any():
+            return None
+        return prompt_spans(step, asking, self.prompt_logprobs_from[step.rows], self.num_prompt_tokens[step.rows])
+
+    def forward_batch(
+        self,
+        step: SchedulerOutput,
+        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        spans: PromptSpans | None = None,
+    ) -> ForwardBatch:
         """The tensors of the step. They own their memory: later steps may change the columns."""
         rows, counts = step.rows, step.counts
         query_starts = np.zeros(len(rows) + 1, np.int32)
@@ -89,6 +120,9 @@ class InputBatch:
         blocks, offsets = np.divmod(positions, self._block_size)
         seq_lens = step.starts + counts
         table_width = -(-int(seq_lens.max()) // self._block_size)
+        output_tokens = (query_starts[1:] - 1)[step.samples].astype(np.int64)
+        if spans is not None:
+            output_tokens = np.concatenate([output_tokens, spans.tokens])
         tensor = self._policy.tensor
         return ForwardBatch(
             input_ids=tensor(self.token_ids[token_rows, positions].astype(np.int64)),
@@ -97,10 +131,14 @@ class InputBatch:
             query_starts=tensor(query_starts),
             seq_lens=tensor(seq_lens),
             block_tables=tensor(self.block_tables[rows, :table_width]),
-            sampled_tokens=tensor((query_starts[1:] - 1)[step.samples].astype(np.int64)),
+            output_tokens=tensor(output_tokens),
             kv_caches=kv_caches,
         )
 
     def record(self, rows: Int32s, positions: Int32s, token_ids: Int32s) -> None:
-        """Drawn tokens become known ones: what the next step computes."""
-        self.token_ids[rows, positions] = token_ids
+        """Drawn tokens become known ones: what the next step computes.
+
+        A row that drew none (-1) may be in the next step already. Its result there will be ignored, but
+        it must be a token.
+        """
+        self.token_ids[rows, positions] = np.maximum(token_ids, 0)

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from model_runner.device import make_device
+from model_runner.draws import Draws
 from model_runner.input_batch import InputBatch
 from model_runner.kv_cache import allocate_cache, fit_cache
+from model_runner.logprobs import chunk_scratch, join, split, token_logprobs
 from model_runner.models import make_model
 from model_runner.sampler import Sampler
 from model_runner.weights import load_weights
-from protos.step import ModelRunnerOutput, WorkerInfo
+from protos.step import ModelRunnerOutput, PromptLogprobs, WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from model_runner.prompt_spans import PromptSpans
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
-    from protos.step import SchedulerOutput
+    from protos.step import GrammarMask, Logprobs, SchedulerOutput
+
+PROMPT_CHUNK = 64
+"""Prompt tokens whose logits exist at a time: enough that the head's weights are read seldom."""
 
 
 class ModelRunner:
@@ -43,6 +48,7 @@ class ModelRunner:
         self._sampler = Sampler(self._policy)
         self._kv_caches = allocate_cache(self._size, spec, self._policy, config.cache.block_size)
         self._step: SchedulerOutput | None = None
+        self._spans: PromptSpans | None = None
         self._hidden = torch.empty(0)
 
     def load(self, path: Path, report: Callable[[int, int], None]) -> WorkerInfo:
@@ -65,17 +71,38 @@ class ModelRunner:
         """Applies the step's changes and runs the forward pass; `sample` then draws its tokens."""
         self._step = step
         self._batch.apply(step)
-        self._hidden = self.model.forward(self._batch.forward_batch(step, self._kv_caches))
+        self._spans = self._batch.prompt_spans(step)
+        self._hidden = self.model.forward(self._batch.forward_batch(step, self._kv_caches, self._spans))
 
     @torch.inference_mode()
-    def sample(self) -> ModelRunnerOutput:
-        """Draws a token for each row of the step last executed that is due one."""
+    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
+        """Draws a token for each row of the step last executed that is due one, among those the mask allows."""
         step = self._step
         assert step is not None, "sample without execute"
         rows, positions = step.rows[step.samples], (step.starts + step.counts)[step.samples]
+        of_prompts = [] if self._spans is None else self._prompt_logprobs(self._hidden[len(rows) :], self._spans)
         if not len(rows):
-            return ModelRunnerOutput(step.step_id, rows)
-        logits = self.model.logits(self._hidden)
-        token_ids = self._sampler(logits, self._batch, rows, positions).cpu().numpy().astype(np.int32)
+            return ModelRunnerOutput(step.step_id, rows, prompt_logprobs=of_prompts)
+        logits = self.model.logits(self._hidden[: len(rows)])
+        token_ids, logprobs = self._sampler(logits, Draws(self._batch, rows, positions, mask))
         self._batch.record(rows, positions, token_ids)
-        return ModelRunnerOutput(step.step_id, token_ids)
+        return ModelRunnerOutput(step.step_id, token_ids, logprobs, of_prompts)
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, spans: PromptSpans) -> list[PromptLogprobs]:
+        """Of the spans' tokens, by the hidden states [P, hidden size] that predict them."""
+        batch = self._batch
+        rows, positions = spans.flat()
+        token_ids, num_top = batch.token_ids[rows, positions], batch.num_prompt_logprobs[rows]
+        parts: list[Logprobs] = []
+        done = 0
+        for first in range(0, len(rows), PROMPT_CHUNK):
+            logits = self.model.logits(hidden[first : first + PROMPT_CHUNK])
+            scratch = chunk_scratch(logits, self._policy)
+            for part in logits.split(len(scratch)):
+                few = slice(done, done + len(part))
+                extra_ids = [batch.lists[row].logprob_ids for row in rows[few]]
+                given = positions[few], token_ids[few], num_top[few], extra_ids
+                parts.append(token_logprobs(part, *given, self._policy, scratch))
+                done += len(part)
+        told = zip(spans.rows.tolist(), spans.starts.tolist(), split(join(parts), spans.counts), strict=True)
+        return [PromptLogprobs(row, start, logprobs) for row, start, logprobs in told]

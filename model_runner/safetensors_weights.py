@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
 from model_runner.checkpoint import CheckpointTensor
 from protos.errors import StartupError
+from protos.json_files import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     import torch
 
@@ -22,9 +22,13 @@ _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class SafetensorsCheckpoint:
-    """A directory of .safetensors files: one, or the shards that an index names."""
+    """A directory of .safetensors files: one, or the shards that an index names.
 
-    def __init__(self, directory: Path) -> None:
+    `norm_offset` is added to the weights of norms.
+    """
+
+    def __init__(self, directory: Path, norm_offset: float = 0.0) -> None:
+        self._norm_offset = norm_offset
         self._files = _safetensors_files(directory)
 
     def tensors(self) -> list[CheckpointTensor]:
@@ -49,6 +53,8 @@ class SafetensorsCheckpoint:
                 for tensor in wanted:
                     if tensor.file == file:
                         table[tensor.name].copy_(shard.get_tensor(tensor.source_name))
+                        if self._norm_offset and tensor.name.endswith("norm.weight"):
+                            table[tensor.name] += self._norm_offset
                         yield tensor.nbytes
 
 
@@ -56,10 +62,12 @@ def _safetensors_files(directory: Path) -> list[Path]:
     index = directory / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError):
+            names = sorted(set(read_json_object(index)["weight_map"].values()))
+        except (KeyError, AttributeError, TypeError):
             raise StartupError(f"{index}: is not an index of shards") from None
         for name in names:
+            if not isinstance(name, str) or name in ("", "..") or Path(name).name != name or "\0" in name:
+                raise StartupError(f"{index}: names {name!r}, which is no file beside it")
             if not (directory / name).is_file():
                 raise StartupError(f"{directory / name}: no such file, but {index.name} names it")
         return [directory / name for name in names]

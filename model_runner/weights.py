@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.models import make_model
 from protos.architectures import ARCHITECTURES
 from protos.errors import StartupError
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from model_runner.checkpoint import Checkpoint, CheckpointTensor
+    from model_runner.device import DevicePolicy
     from protos.model_spec import ModelSpec
 
 _COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -40,6 +43,15 @@ def load_weights(
             report(done, total)
 
 
+def check_weights(path: Path, spec: ModelSpec, policy: DevicePolicy) -> None:
+    """Raises StartupError where the files do not hold what the spec needs: before memory is taken for any of it."""
+    try:
+        shapes = make_model(spec, 1, dataclasses.replace(policy, device=torch.device("meta"))).weights()
+    except ValueError as error:
+        raise StartupError(f"{path}: {error}") from None
+    _check(path, _open(path, spec).tensors(), shapes, spec)
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Copies are bound by memory: more threads gain nothing, and lose much where they wait for a busy core."""
@@ -52,14 +64,15 @@ def _one_thread() -> Iterator[None]:
 
 
 def _open(path: Path, spec: ModelSpec) -> Checkpoint:
+    architecture = ARCHITECTURES[spec.architecture]
     if path.suffix != ".gguf":
         from model_runner.safetensors_weights import SafetensorsCheckpoint
 
-        return SafetensorsCheckpoint(path)
+        return SafetensorsCheckpoint(path, architecture.norm_offset)
     from model_runner.gguf_weights import GGUFCheckpoint
 
-    permuted = ARCHITECTURES[spec.architecture].gguf_permuted
-    return GGUFCheckpoint(path, {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if permuted else {})
+    pair_heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture.gguf_permuted else {}
+    return GGUFCheckpoint(path, architecture.gguf_names, pair_heads)
 
 
 def _check(
@@ -82,7 +95,11 @@ def _check(
                 f"the config says {list(target.shape)}"
             )
         wanted.append(tensor)
-    found = {tensor.name for tensor in wanted}
+    found: set[str] = set()
+    for tensor in wanted:
+        if tensor.name in found:
+            raise StartupError(f"{tensor.file}: tensor {tensor.source_name} occurs twice")
+        found.add(tensor.name)
     for name in table:
         if name not in found:
             raise StartupError(f"{path}: has no tensor {name}")

@@ -22,6 +22,18 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     out_bias: bool | None = None
     sliding_window: bool = False
     """Whether the config's sliding window counts; others carry the key without meaning it."""
+    global_every: int = 0
+    """Where a file names no layers: every n-th is global, the others have the window. 0: all have it."""
+    local_rope_theta: float | None = None
+    """Base of the rotary embedding of local layers, where the file does not say; None: as in the others."""
+    qk_norm: bool = False
+    post_norms: bool = False
+    scaled_embeddings: bool = False
+    """Embeddings are multiplied by the square root of their size."""
+    norm_offset: float = 0.0
+    """What safetensors leave out of the weights of norms; GGUF has them whole."""
+    gguf_names: dict[str, str] = {}
+    """GGUF's names of modules, where they are not what they are for Llama, with their Hugging Face names."""
     gguf_permuted: bool = False
     """GGUF stores the rows of q and k in pair order: each head's halves interleaved."""
 
@@ -53,6 +65,36 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias=True,
         out_bias=False,
         sliding_window=True,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        model_type="gemma3_text",
+        gguf_name="gemma3",
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "query_pre_attn_scalar": 256,
+            "max_position_embeddings": 131072,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "rope_theta": 1000000.0,
+            "sliding_window": 4096,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        sliding_window=True,
+        global_every=6,
+        local_rope_theta=10000.0,
+        qk_norm=True,
+        post_norms=True,
+        scaled_embeddings=True,
+        norm_offset=1.0,
+        gguf_names={
+            "attn_q_norm": "self_attn.q_norm",
+            "attn_k_norm": "self_attn.k_norm",
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffw_norm": "post_feedforward_layernorm",
+        },
     ),
 }
 """By the class name that Hugging Face configs use."""

@@ -6,14 +6,20 @@ bounds when converting, not in constructors), so every config that crosses a bor
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from protos.errors import InvalidRequestError
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 MIB = 1 << 20
+USEFUL_CONTEXT = 2048
+"""Tokens; what we suggest room for to those who ask for none."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -105,22 +111,46 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The gRPC server."""
 
-    listen: Annotated[str, Meta(description="HOST:PORT, or unix:PATH, to serve gRPC on")] = "127.0.0.1:50051"
+    listen: Annotated[str, Meta(description="HOST:PORT, :PORT for all interfaces, or unix:PATH, to serve gRPC on")] = (
+        "127.0.0.1:50051"
+    )
     served_model_name: Annotated[
-        str, Meta(description="name clients may ask for beside the model's own; empty is derived from the path")
+        str, Meta(description="name clients may ask for beside the model's own, and the one we tell; default: none")
     ] = ""
-    metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; empty has none")] = ""
+    metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; default: none")] = ""
     max_queued_requests: Annotated[
         int, Meta(ge=0, le=1 << 20, description="requests waiting beyond those that run; more get RESOURCE_EXHAUSTED")
     ] = 1024
-    max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 64
+    max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 16
+    keepalive_time: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="seconds of silence after which a connection is asked for a sign of life; 0: never",
+        ),
+    ] = 30.0
+    keepalive_timeout: Annotated[
+        float,
+        Meta(ge=0.01, le=1e6, description="seconds it has for that; then its requests are aborted"),
+    ] = 20.0
     drain_timeout: Annotated[
         float, Meta(ge=0, le=1e6, description="seconds that running streams get after SIGTERM")
     ] = 30.0
     step_timeout: Annotated[
         float, Meta(gt=0, le=1e6, description="seconds the core may be silent before health turns NOT_SERVING")
     ] = 60.0
-    log_format: Annotated[Literal["text", "json"], Meta(description="one line per request, in this form")] = "text"
+    hang_timeout: Annotated[
+        float, Meta(gt=0, le=1e6, description="seconds the core may be silent before it is replaced")
+    ] = 120.0
+    max_core_restarts: Annotated[
+        int, Meta(ge=0, le=1000, description="times in a row that a core which died is replaced; streams go on")
+    ] = 5
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="the least that is logged; info has one line per request"),
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], Meta(description="form of a line of the log")] = "text"
     log_prompts: Annotated[bool, Meta(description="also log prompts and outputs")] = False
 
 
@@ -151,6 +181,7 @@ def build(kind: type[ConfigT], **options: Any) -> ConfigT:
 
     Raises InvalidRequestError naming the option that is unknown or out of bounds.
     """
+    given = dict(options)
     values: dict[str, dict[str, Any]] = {}
     for name, section in sections(kind).items():
         known = {field.name for field in msgspec.structs.fields(section)}
@@ -160,8 +191,27 @@ def build(kind: type[ConfigT], **options: Any) -> ConfigT:
     try:
         config = msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        problem, _, path = str(error).partition(" - at ")
-        raise InvalidRequestError(path.strip("`").rpartition(".")[2], problem) from None
-    if config.cache.block_size % 8:
-        raise InvalidRequestError("block_size", f"must be a multiple of 8, not {config.cache.block_size}")
+        raise refusal(error, given) from None
+    block_size = config.cache.block_size
+    if block_size % 8:
+        raise InvalidRequestError("block_size", f"must be a multiple of 8, not {block_size}")
+    if config.cache.num_kv_blocks == 1:
+        context = config.model.max_model_len or USEFUL_CONTEXT
+        raise InvalidRequestError(
+            "num_kv_blocks",
+            f"must be more than 1, which holds no tokens; {1 + -(-context // block_size)} hold a context of {context}",
+        )
     return config
+
+
+_BOUND = re.compile(r"Expected `\w+` (>=|<=|>|<) (\S+)")
+_BOUND_WORDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+
+
+def refusal(error: msgspec.ValidationError, options: Mapping[str, Any]) -> InvalidRequestError:
+    """What msgspec has against one of the options, by its name and in our words."""
+    problem, _, path = str(error).partition(" - at ")
+    name = path.strip("`$").rpartition(".")[2]
+    if bound := _BOUND.fullmatch(problem):
+        problem = f"must be {_BOUND_WORDS[bound[1]]} {bound[2].removesuffix('.0')}, not {options[name]}"
+    return InvalidRequestError(name, problem)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+MAX_STARTUP_TEXT = 1000
+
 
 class TailraceError(Exception):
     """Base of everything we raise on purpose. `str(error)` is safe to show to the caller."""
@@ -93,7 +95,15 @@ class RequestFailedError(TailraceError):
 
 
 class StartupError(TailraceError):
-    """The engine could not start. The text is one line: the root cause and, where known, the fix."""
+    """The engine could not start. The text is one line: the root cause and, where known, the fix.
+
+    What a damaged file said may be quoted in it: it is made printable, and short.
+    """
 
     status = "UNAVAILABLE"
     reason = "STARTUP"
+
+    def __init__(self, message: str) -> None:
+        if len(message) > MAX_STARTUP_TEXT:
+            message = message[:MAX_STARTUP_TEXT] + "..."
+        super().__init__("".join(character if character.isprintable() else "?" for character in message))

@@ -74,6 +74,13 @@ _U32, _U64, _TYPE_AND_COUNT = struct.Struct("<I"), struct.Struct("<Q"), struct.S
 _MAX_DIMS = 4
 _MAX_ARRAY_DEPTH = 4
 _MAX_PROBLEM = 300
+_MAX_TENSORS, _MAX_VALUES = 1 << 18, 1 << 16
+_MAX_NAME = 1 << 10
+"""Bytes of a key's or a tensor's name; llama.cpp's tensors have 64."""
+_MAX_STRING = 16 << 20
+_MAX_STRINGS, _MAX_NESTED = 1 << 24, 1 << 12
+"""Of an array. Its bytes lie in the file, but what Python makes of them is larger."""
+_MAX_ALIGNMENT = 1 << 20
 
 
 class GGUFTensor(msgspec.Struct, frozen=True):
@@ -128,14 +135,18 @@ class _Header:
             kind = "big-endian" if big_endian else f"version {version}"
             raise self._error(f"is {kind} GGUF; only little-endian versions 2 and 3 can be read")
         num_tensors, num_values = self._uint64("tensor count"), self._uint64("metadata count")
+        if num_tensors > _MAX_TENSORS or num_values > _MAX_VALUES:
+            raise self._error(f"says it has {num_tensors} tensors and {num_values} values; it is damaged")
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
-            key = self._string("metadata key")
+            key = self._string("metadata key", _MAX_NAME)
+            if key in metadata:
+                raise self._error(f"metadata {key} occurs twice")
             metadata[key] = self._value(self._uint32(key), key, 0)
         return metadata, self._tensors(num_tensors, metadata.get("general.alignment", 32))
 
     def _tensors(self, count: int, alignment: object) -> dict[str, GGUFTensor]:
-        if not isinstance(alignment, int) or alignment < 1:
+        if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT:
             raise self._error(f"general.alignment is {alignment!r}")
         rows = [self._tensor_info() for _ in range(count)]
         data_start = -(-self._at // alignment) * alignment
@@ -153,10 +164,18 @@ class _Header:
             if name in tensors:
                 raise self._error(f"tensor {name} occurs twice")
             tensors[name] = GGUFTensor(name, shape, type_id, offset, nbytes)
+        self._check_overlaps(tensors)
         return tensors
 
+    def _check_overlaps(self, tensors: dict[str, GGUFTensor]) -> None:
+        end, before = 0, ""
+        for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
+            if tensor.offset < end:
+                raise self._error(f"tensor {tensor.name} overlaps {before}")
+            end, before = tensor.offset + tensor.nbytes, tensor.name
+
     def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string("tensor name")
+        name = self._string("tensor name", _MAX_NAME)
         num_dims = self._uint32(name)
         if not 1 <= num_dims <= _MAX_DIMS:
             raise self._error(f"tensor {name} has {num_dims} dimensions")
@@ -177,13 +196,15 @@ class _Header:
             return np.frombuffer(self._take(count * dtype.itemsize, key), dtype)
         if item_kind == _STRING:
             return self._strings(count, key)
-        if count > self._size:
+        if count > _MAX_NESTED:
             raise self._error(f"metadata {key} has {count} entries")
         return [self._value(item_kind, key, depth + 1) for _ in range(count)]
 
     def _strings(self, count: int, key: str) -> list[str]:
         """A vocabulary has 100,000 of these, so the loop holds nothing but what it needs."""
         data, at, end, length_at = self._data, self._at, self._size, _U64.unpack_from
+        if count > _MAX_STRINGS and count * 8 <= end - at:
+            raise self._error(f"metadata {key} has {count} entries")
         strings = []
         try:
             for _ in range(count):
@@ -197,8 +218,11 @@ class _Header:
         self._at = at
         return strings
 
-    def _string(self, what: str) -> str:
-        return self._take(self._uint64(what), what).decode("utf-8", "replace")
+    def _string(self, what: str, longest: int = _MAX_STRING) -> str:
+        length = self._uint64(what)
+        if longest < length <= self._size - self._at:
+            raise self._error(f"{what} has {length} bytes")
+        return self._take(length, what).decode("utf-8", "replace")
 
     def _uint32(self, what: str) -> int:
         (value,) = _U32.unpack(self._take(4, what))

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from protos.architectures import ARCHITECTURES, require
-from protos.config_spec import to_spec
+from protos.architectures import ARCHITECTURES, Architecture, require
+from protos.config_spec import MALFORMED, global_layers, to_spec
 from protos.errors import StartupError
 from protos.gguf import BLOCK_FORMATS
 
@@ -19,20 +19,23 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED_DTYPE = "bfloat16"
 """Of what is computed from quantised blocks: float16 has the digits, but some models overflow it."""
 
+_GEMMA_3_27B_LAYERS = 62
+"""Its queries are scaled by the hidden size per head; its files do not say so, and readers know it by this."""
+
 
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     """Raises StartupError naming the file and the key or tensor that is missing or not supported."""
     family = str(file.metadata.get("general.architecture"))
     name = next((name for name, row in ARCHITECTURES.items() if row.gguf_name == family), f"{family!r} (GGUF)")
-    require(file.path, name)
+    architecture = require(file.path, name)
     try:
-        values = _values(file, family)
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+        values = _values(file, family, architecture)
+    except MALFORMED as error:
         raise StartupError(f"{file.path}: malformed metadata: {error}") from None
     return to_spec(file.path, values | {"architecture": name})
 
 
-def _values(file: GGUFFile, family: str) -> dict[str, Any]:
+def _values(file: GGUFFile, family: str, architecture: Architecture) -> dict[str, Any]:
     metadata = file.metadata
 
     def get(key: str, default: Any = None) -> Any:
@@ -43,6 +46,9 @@ def _values(file: GGUFFile, family: str) -> dict[str, Any]:
             raise StartupError(f"{file.path}: {family}.{key} differs by layer, which is not supported")
         return value
 
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if get(key, 0):
+            raise StartupError(f"{file.path}: {family}.{key} is not supported")
     if get("expert_count", 0):
         raise StartupError(f"{file.path}: a mixture of experts ({family}) is not supported")
     embedding = file.tensors.get("token_embd.weight")
@@ -50,6 +56,7 @@ def _values(file: GGUFFile, family: str) -> dict[str, Any]:
         raise StartupError(f"{file.path}: has no tensor token_embd.weight")
     heads = get("attention.head_count")
     head_dim = get("attention.key_length", get("embedding_length") // max(heads, 1))
+    rope = _rope(file, family, head_dim)
     format_name = BLOCK_FORMATS[_main_type(file)][0]
     return {
         "vocab_size": embedding.shape[0],
@@ -60,13 +67,20 @@ def _values(file: GGUFFile, family: str) -> dict[str, Any]:
         "num_kv_heads": get("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": get("context_length"),
-        "rope": _rope(file, family, head_dim),
+        "rope": rope,
+        "local_rope": _local_rope(metadata, family, architecture, rope),
         "norm_eps": get("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "hidden_act": architecture.defaults.get("hidden_activation", "silu"),
+        "qk_norm": architecture.qk_norm,
+        "post_norms": architecture.post_norms,
+        "attention_scale": _attention_scale(metadata, family),
+        "embedding_scale": get("embedding_length") ** 0.5 if architecture.scaled_embeddings else 1.0,
         "sliding_window": get("attention.sliding_window", 0),
+        "global_layers": _global_layers(metadata, family, architecture),
         "dtype": _DTYPES.get(format_name, _QUANTISED_DTYPE),
         "eos_token_ids": _eos_token_ids(metadata),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -97,6 +111,8 @@ def _rope(file: GGUFFile, family: str, head_dim: int) -> dict[str, Any]:
     if factors := file.tensors.get("rope_freqs.weight"):
         # Llama 3 files carry the divisor of each frequency as a tensor instead of the rule behind it; that is
         # what longrope's tables are, the same for long and short, without its attention factor.
+        if len(factors.shape) != 1 or BLOCK_FORMATS[factors.type][0] != "F32" or factors.shape[0] > head_dim:
+            raise StartupError(f"{file.path}: tensor rope_freqs.weight is no list of float32 for {head_dim} dimensions")
         divisors = np.fromfile(file.path, np.float32, factors.shape[0], offset=factors.offset).tolist()
         rope["kind"] = "longrope"
         rope["scaling"] = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
@@ -104,6 +120,32 @@ def _rope(file: GGUFFile, family: str, head_dim: int) -> dict[str, Any]:
         rope["kind"] = kind
         rope["scaling"] = {"factor": get(prefix + "scaling.factor", 1.0)}
     return rope
+
+
+def _local_rope(
+    metadata: dict[str, Any], family: str, architecture: Architecture, rope: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Never scaled: files that scale at all mean the global layers."""
+    if architecture.local_rope_theta is None:
+        return None
+    theta = metadata.get(f"{family}.rope.freq_base_swa", architecture.local_rope_theta)
+    return {"theta": theta, "partial_factor": rope["partial_factor"]}
+
+
+def _global_layers(metadata: dict[str, Any], family: str, architecture: Architecture) -> list[int]:
+    """The pattern is a number, or whether each layer has the window."""
+    pattern = metadata.get(f"{family}.attention.sliding_window_pattern", architecture.global_every)
+    if isinstance(pattern, np.ndarray):
+        return [int(layer) for layer in np.flatnonzero(~pattern.astype(bool))]
+    return global_layers(metadata[f"{family}.block_count"], pattern)
+
+
+def _attention_scale(metadata: dict[str, Any], family: str) -> float:
+    """0, for head_dim ** -0.5, is what every known family has but one size of one."""
+    if family == "gemma3" and metadata[f"{family}.block_count"] == _GEMMA_3_27B_LAYERS:
+        size = metadata[f"{family}.embedding_length"] / metadata[f"{family}.attention.head_count"]
+        return float(size**-0.5)
+    return float(metadata.get(f"{family}.attention.scale", 0.0))
 
 
 def _eos_token_ids(metadata: dict[str, Any]) -> list[int]:

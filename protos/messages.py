@@ -26,9 +26,13 @@ class FinishReason(enum.IntEnum):
     CONTEXT_FULL = 5
     TIME_LIMIT = 6
     ABORTED = 7
+    CONSTRAINT_DONE = 8
+    REPETITION = 9
     DEADLINE = 100
     QUEUE_TIMEOUT = 101
     ERROR = 102
+    INVALID = 103
+    OVERLOADED = 104
 
     @property
     def is_failure(self) -> bool:
@@ -46,6 +50,22 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty allows all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens whose last one is not drawn behind the others."""
+    logprobs: int | None = None
+    """Candidates to report beside each drawn token; 0 is the token alone, None reports nothing."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens, from the second on."""
+    logprob_token_ids: tuple[int, ...] = ()
+    """Ids reported at every position behind the candidates."""
+    processed_logprobs: bool = False
+    """Report what tokens are drawn from, rather than what the model said."""
 
 
 # Front end to core ---------------------------------------------------------------------------
@@ -56,6 +76,42 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
+
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choices", "structural_tag"]
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, array_like=True):
+    """What the output must look like."""
+
+    kind: GrammarKind
+    value: str = ""
+    """Source of the kind; of choices, a JSON list of strings; of json_object, nothing."""
+
+
+class Vocabulary(msgspec.Struct, frozen=True, tag="vocabulary", array_like=True):
+    """What the tokens spell: sent once, before the first request with a grammar."""
+
+    tokens: list[bytes]
+    """By id, what each adds to the UTF-8 text; empty where that is nothing."""
+    special_token_ids: tuple[int, ...]
+    """Control tokens: they are no text even where they have a spelling."""
+    eos_token_ids: tuple[int, ...]
+
+
+class Sibling(msgspec.Struct, frozen=True, array_like=True):
+    """One more sequence from the same prompt."""
+
+    handle: int
+    seed: int
+
+
+class Repetition(msgspec.Struct, frozen=True, array_like=True):
+    """An output ends when its last tokens are one pattern, of `min_size` to `max_size` tokens, `count` times over."""
+
+    min_size: int
+    max_size: int
+    count: int
 
 
 class EngineCoreRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
@@ -77,12 +133,20 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, tag="add", array_like=True)
     """Seconds until the output ends with what there is."""
     queue_timeout: float | None = None
     """Seconds the request may wait for admission."""
+    siblings: list[Sibling] = []
+    """More sequences from the prompt: they start once it is computed, and share its blocks."""
+    repetition: Repetition | None = None
+    grammar: GrammarSpec | None = None
+    prompt_logprobs_from: int = 1
+    """First position of the prompt whose log-probability is wanted, where any is."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     """Ends requests; unknown handles are ignored."""
 
     handles: list[int]
+    stopped: bool = False
+    """They are complete, by a stop string, rather than given up."""
 
 
 ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress"]
@@ -160,6 +224,8 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     decode_seconds: float = 0.0
     message: str = ""
     """For failures: what to tell the caller."""
+    field: str = ""
+    """For INVALID: the field of the request at fault."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, array_like=True):
@@ -181,6 +247,29 @@ class CoreStats(msgspec.Struct, frozen=True, array_like=True):
     """Tokens computed for requests that were then aborted."""
 
 
+class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of n tokens. Little-endian int32 and float32 bytes."""
+
+    index: bytes
+    """Of each row, the token it describes: its place among the tokens of the message that carries the columns."""
+    logprobs: bytes
+    ranks: bytes
+    """1 for the most likely token."""
+    widths: bytes
+    """Candidates of each row; the two columns below hold them row after row."""
+    top_ids: bytes
+    """Most likely first, then the ids the request asked for."""
+    top_logprobs: bytes
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Of consecutive tokens of a prompt, the first at `offset`, which is at least 1."""
+
+    handle: int
+    offset: int
+    columns: LogprobColumns
+
+
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     """What one step brought for one front end, in columns.
 
@@ -193,6 +282,8 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=T
     admitted: list[Admitted] = []
     finished: list[Finished] = []
     stats: CoreStats | None = None
+    logprobs: LogprobColumns | None = None
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class ControlReply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
@@ -206,5 +297,5 @@ class Pong(msgspec.Struct, frozen=True, tag="pong", array_like=True):
     """Answer to a Ping, from the main loop between two steps."""
 
 
-ToCore = Hello | EngineCoreRequest | Abort | Control | Ping | Shutdown
+ToCore = Hello | Vocabulary | EngineCoreRequest | Abort | Control | Ping | Shutdown
 ToFrontEnd = LoadProgress | CoreReady | CoreFailed | EngineCoreOutputs | ControlReply | Pong

@@ -33,7 +33,7 @@ def resolve_model(name: str) -> Path:
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.exists():
-        raise StartupError(f"{path}: is no model; name a directory with config.json or a .gguf file")
+        raise StartupError(f"{path} is not a model; name a directory with config.json or a .gguf file")
     if path.is_absolute() or path.suffix == ".gguf" or name.startswith((".", "~")) or name.count("/") > 1:
         raise StartupError(f"{path}: no such file or directory")
     return _download(name)
@@ -70,5 +70,5 @@ def _download(name: str) -> Path:
     except Exception as error:
         # The hub client lets errors of several network libraries through; the caller gets one line of any.
         cause = str(error).strip().partition("\n")[0] or type(error).__name__
-        problem = f"could not be downloaded ({cause}); check the network, or name a local directory or .gguf file"
-    raise StartupError(f"{name}: {problem}")
+        problem = f"is no local path, and could not be downloaded ({cause}); check the name and the network"
+    raise StartupError(f"{name} {problem}")

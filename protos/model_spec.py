@@ -40,8 +40,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Each head's query and key pass a norm before they are rotated."""
+    post_norms: bool = False
+    """What attention and MLP compute passes a norm of its own before it is added."""
+    attention_scale: float = 0.0
+    """Of the products of queries and keys; 0 is head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    """Of the embeddings on their way in, rounded to their type."""
     sliding_window: int = 0
-    """Keys a query sees at most, in tokens; 0 is all before it."""
+    """Keys a query sees at most in a local layer, in tokens; 0 is all before it."""
+    global_layers: tuple[int, ...] = ()
+    """Layers that see all keys and turn by `rope`; the others are local."""
+    local_rope: RopeSpec | None = None
+    """Of local layers; None is `rope`."""
     dtype: str = "float32"
     """Of the weights in the file."""
     eos_token_ids: tuple[int, ...] = ()
@@ -49,3 +61,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     default_temperature: float = 1.0
     default_top_p: float = 1.0
     default_top_k: int = 0
+
+    def is_local(self, layer: int) -> bool:
+        return layer not in self.global_layers
+
+    def window(self, layer: int) -> int:
+        """Keys a query of this layer sees at most; 0 is all."""
+        return self.sliding_window if self.is_local(layer) else 0

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from protos.messages import Sampling
 
 Ints = Annotated[npt.NDArray[np.int32], "one entry per scheduled row unless said otherwise"]
+Floats = npt.NDArray[np.float32]
 EMPTY = np.zeros(0, np.int32)
 NULL_BLOCK = 0
 """Block that holds nothing: padding and out-of-window entries of a block table name it."""
@@ -29,6 +30,8 @@ class NewRow(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     block_ids: list[int]
     sampling: Sampling
+    prompt_logprobs_from: int = 1
+    """First position of the prompt whose log-probability is still to be told, where `sampling` asks for them."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True):
@@ -53,11 +56,49 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         return int(self.counts.sum())
 
 
+class GrammarMask(msgspec.Struct, frozen=True):
+    """The tokens that grammars allow in a step."""
+
+    index: Ints
+    """Of each row of `bits`, the place among the tokens the step draws. Rows without a grammar are not here."""
+    bits: npt.NDArray[np.int32]
+    """[rows, ceil(vocabulary / 32)]: bit i % 32 of word i // 32 says whether token i may be drawn."""
+
+
+class Logprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of n tokens, in columns."""
+
+    index: Ints
+    """Of each row, the place of its token among those that the output or prompt part carries."""
+    logprobs: Floats
+    ranks: Ints
+    """1 for the most likely token; a tie counts for neither."""
+    widths: Ints
+    """Candidates of each row; the two columns below hold them row after row."""
+    top_ids: Ints
+    """Most likely first, then the row's `logprob_token_ids`."""
+    top_logprobs: Floats
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Of consecutive prompt tokens of a row, the first at position `start`."""
+
+    row: int
+    start: int
+    logprobs: Logprobs
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True):
-    """What a step drew: one token id per row whose `samples` was true, in batch order."""
+    """What a step drew: one token id per row whose `samples` was true, in batch order.
+
+    -1 is a row that had nothing to draw from: its masks left no token.
+    """
 
     step_id: int
     token_ids: Ints
+    logprobs: Logprobs | None = None
+    """Of the drawn tokens whose requests ask for them."""
+    prompt_logprobs: list[PromptLogprobs] = []
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):

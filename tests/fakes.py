@@ -8,6 +8,7 @@ which knows no cache, tells.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,18 @@ import numpy as np
 import numpy.typing as npt
 
 from protos.messages import Sampling
-from protos.step import NULL_BLOCK, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+from protos.step import (
+    NULL_BLOCK,
+    GrammarMask,
+    Logprobs,
+    ModelRunnerOutput,
+    PromptLogprobs,
+    SchedulerOutput,
+    WorkerInfo,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 EOS = 0
 VOCAB_SIZE = 256
@@ -56,17 +65,80 @@ def fill_cells(token_ids: Iterable[int], before: int) -> list[int]:
     return cells
 
 
-def draw(cells: npt.NDArray[np.uint64], num_prompt_tokens: int, sampling: Sampling, forced: Mapping[int, int]) -> int:
+class ScriptedMatcher:
+    """Stands for a grammar: allows about a quarter of the tokens, and which ones depends on all it accepted; is done
+    after `length` of them. `error` is what a real one tells when it cannot go on."""
+
+    error: str | None = None
+
+    def __init__(self, key: int, length: int, output: Iterable[int] = ()) -> None:
+        self._state = key
+        self._left = length
+        for token_id in output:
+            assert self.accept(token_id)
+
+    @property
+    def is_done(self) -> bool:
+        return self._left <= 0
+
+    def allowed(self) -> set[int]:
+        values = (np.arange(VOCAB_SIZE, dtype=np.uint64) ^ np.uint64(self._state)) * np.uint64(0x9E3779B97F4A7C15)
+        chosen = np.flatnonzero(values >> np.uint64(62) == 0)
+        return set(chosen[chosen >= FIRST_DRAWN].tolist())
+
+    def accept(self, token_id: int) -> bool:
+        is_allowed = token_id in self.allowed()
+        self._state = _mix(self._state, token_id + 1)
+        self._left -= 1
+        return is_allowed
+
+    def fill(self, row: npt.NDArray[np.int32]) -> None:
+        bits = np.zeros(VOCAB_SIZE, np.uint8)
+        bits[list(self.allowed())] = 1
+        row[:] = np.packbits(bits, bitorder="little").view("<i4")
+
+    def copy(self) -> ScriptedMatcher:
+        return copy.copy(self)
+
+
+def logprob(position: int, token_id: int) -> tuple[float, int]:
+    """(log-probability, rank) that the fake worker reports."""
+    return -float(position), 1 + token_id % 7
+
+
+def _columns(index: list[int], positions: list[int], token_ids: list[int], widths: list[int]) -> Logprobs:
+    """Log-probabilities of tokens in columns; candidate i of a token is the i-th behind it, with -i."""
+    values = [logprob(position, token_id) for position, token_id in zip(positions, token_ids, strict=True)]
+    candidates = [
+        (token_id + i, -float(i)) for token_id, width in zip(token_ids, widths, strict=True) for i in range(width)
+    ]
+    return Logprobs(
+        index=np.array(index, np.int32),
+        logprobs=np.array([value for value, _ in values], np.float32),
+        ranks=np.array([rank for _, rank in values], np.int32),
+        widths=np.array(widths, np.int32),
+        top_ids=np.array([token_id for token_id, _ in candidates], np.int32),
+        top_logprobs=np.array([value for _, value in candidates], np.float32),
+    )
+
+
+def draw(
+    cells: npt.NDArray[np.uint64],
+    num_prompt_tokens: int,
+    sampling: Sampling,
+    forced: Mapping[int, int],
+    allowed: Container[int] = range(VOCAB_SIZE),
+) -> int:
     """The token that follows a sequence. As a sampler must, draws no end below `min_tokens`."""
     index = len(cells) - num_prompt_tokens
     banned = {EOS, *sampling.stop_token_ids} if index < sampling.min_tokens else set()
-    if index in forced and forced[index] not in banned:
+    if index in forced and forced[index] not in banned and forced[index] in allowed:
         return forced[index]
     value = int(np.bitwise_xor.reduce(cells * _WEIGHTS[: len(cells)]))
     while True:
         value = _mix(value ^ len(cells), sampling.seed)
         token_id = FIRST_DRAWN + value % (VOCAB_SIZE - FIRST_DRAWN)
-        if token_id not in banned:
+        if token_id not in banned and token_id in allowed:
             return token_id
 
 
@@ -74,7 +146,12 @@ class Reference:
     """The output of a request that is alone in an engine without a cache, as far as it was asked for."""
 
     def __init__(
-        self, prompt: Sequence[int], sampling: Sampling, forced: Mapping[int, int] | None = None, weights: int = 1
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        forced: Mapping[int, int] | None = None,
+        weights: int = 1,
+        matcher: ScriptedMatcher | None = None,
     ) -> None:
         self.weights = weights
         """Stands for the model: other weights, other tokens from here on."""
@@ -82,11 +159,16 @@ class Reference:
         self._output: list[int] = []
         self._sampling = sampling
         self._forced = forced or {}
+        self._matcher = matcher
 
     def __getitem__(self, index: int) -> int:
         while len(self._output) <= index:
             cells = np.array(fill_cells(self._prompt + self._output, self.weights), np.uint64)
-            self._output.append(draw(cells, len(self._prompt), self._sampling, self._forced))
+            allowed = range(VOCAB_SIZE) if self._matcher is None else self._matcher.allowed()
+            token_id = draw(cells, len(self._prompt), self._sampling, self._forced, allowed)
+            if self._matcher is not None:
+                self._matcher.accept(token_id)
+            self._output.append(token_id)
         return self._output[index]
 
 
@@ -104,15 +186,30 @@ class _Row:
     table: list[int]
     num_prompt_tokens: int
     sampling: Sampling
+    prompt_logprobs_from: int
     computed: int | None = None
     """Tokens from the start that steps have computed; None before the first."""
 
 
 def _apply_diff(rows: dict[int, _Row], step: SchedulerOutput) -> None:
     for new in step.new_rows:
-        rows[new.row] = _Row(new.token_ids.tolist(), list(new.block_ids), new.num_prompt_tokens, new.sampling)
+        rows[new.row] = _Row(
+            new.token_ids.tolist(),
+            list(new.block_ids),
+            new.num_prompt_tokens,
+            new.sampling,
+            new.prompt_logprobs_from,
+        )
     for row, block in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
         rows[row].table.append(block)
+
+
+def _allowed(mask: GrammarMask | None, place: int) -> Container[int]:
+    """The tokens that may be drawn at a place of the step."""
+    rows = [] if mask is None else np.flatnonzero(mask.index == place)
+    if mask is None or not len(rows):
+        return range(VOCAB_SIZE)
+    return set(np.flatnonzero(np.unpackbits(mask.bits[rows[0]].view(np.uint8), bitorder="little")).tolist())
 
 
 class StepChecker:
@@ -206,8 +303,12 @@ class PagedFakeWorker:
     forced: Forced = field(default_factory=dict)
     fail_steps: set[int] = field(default_factory=set)
     """Steps that raise and leave poison where they were to write."""
+    poison_seeds: dict[int, int] = field(default_factory=dict)
+    """Rows that make every step raise which computes this position of theirs or one behind it, by their seed."""
     weights: int = 1
     steps: list[SchedulerOutput] = field(default_factory=list)
+    num_failed: int = 0
+    """Steps that raised."""
     false_reads: list[str] = field(default_factory=list)
     """Cells that were not what their sequence should have there."""
 
@@ -215,7 +316,8 @@ class PagedFakeWorker:
         self.kv = np.full((self.num_blocks, self.block_size), POISON, np.uint64)
         self.checker = StepChecker(self.block_size, self.max_model_len, self.max_num_seqs, self.budget)
         self._rows: dict[int, _Row] = {}
-        self._drawn: list[int] = []
+        self._drawing: list[tuple[_Row, npt.NDArray[np.uint64]]] = []
+        self._prompt_logprobs: list[PromptLogprobs] = []
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo:
         report(1, 1)
@@ -229,11 +331,15 @@ class PagedFakeWorker:
         if not self.steps or self.steps[-1].step_id < step.step_id:
             self.issue(step)
         self._step = step
-        self._drawn = []
+        self._drawing = []
+        self._prompt_logprobs = []
         _apply_diff(self._rows, step)
-        failing = step.step_id in self.fail_steps
         schedule = list(
             zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist(), strict=True)
+        )
+        failing = step.step_id in self.fail_steps or any(
+            start + count > self.poison_seeds.get(self._rows[row].sampling.seed, MAX_LEN)
+            for row, start, count, _ in schedule
         )
         for row, start, count, _ in schedule:
             self._write(self._rows[row], start, start + count, failing)
@@ -241,17 +347,37 @@ class PagedFakeWorker:
             state = self._rows[row]
             cells = self._read(row, state, start + count)
             if samples:
-                forced = self.forced.get(state.sampling.seed, {})
-                token_id = draw(cells, state.num_prompt_tokens, state.sampling, forced)
-                state.token_ids.append(token_id)  # the next step may come before the core knows it
-                self._drawn.append(token_id)
+                self._drawing.append((state, cells))
+            self._tell_prompt(row, state, start, start + count)
         if failing:
+            for state, _ in self._drawing:
+                state.token_ids.append(EOS)  # of some token, the step after it computes
             self.checker.returned(step.step_id)
+            self.num_failed += 1
             raise InjectedError(f"step {step.step_id}")
 
-    def sample(self) -> ModelRunnerOutput:
+    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
         self.checker.returned(self._step.step_id)
-        return ModelRunnerOutput(self._step.step_id, np.array(self._drawn, np.int32))
+        drawn, asking = [], []
+        for place, (state, cells) in enumerate(self._drawing):
+            forced = self.forced.get(state.sampling.seed, {})
+            allowed = _allowed(mask, place)
+            token_id = draw(cells, state.num_prompt_tokens, state.sampling, forced, allowed) if allowed else -1
+            state.token_ids.append(token_id)  # the next step may come before the core knows it
+            drawn.append(token_id)
+            if state.sampling.logprobs is not None:
+                asking.append((place, len(cells), token_id, state.sampling.logprobs))
+        logprobs = _columns(*map(list, zip(*asking, strict=True))) if asking else None
+        return ModelRunnerOutput(self._step.step_id, np.array(drawn, np.int32), logprobs, self._prompt_logprobs)
+
+    def _tell_prompt(self, row: int, state: _Row, start: int, end: int) -> None:
+        """Each token of the prompt is told by the step that computes the one before it."""
+        width = state.sampling.prompt_logprobs
+        positions = list(range(max(start + 1, state.prompt_logprobs_from), min(end + 1, state.num_prompt_tokens)))
+        if width is not None and positions:
+            token_ids = [state.token_ids[position] for position in positions]
+            columns = _columns(list(range(len(positions))), positions, token_ids, [width] * len(positions))
+            self._prompt_logprobs.append(PromptLogprobs(row, positions[0], columns))
 
     def poison(self, blocks: list[int]) -> None:
         self.kv[blocks] = POISON

@@ -19,7 +19,7 @@ import uvloop
 
 from async_engine.bench.stamps import StampWriter
 from async_engine.server import channel_options, quiet_gc
-from core_proc.proc import die_with_parent
+from core_proc.parent_death import die_with_parent
 from protos.config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -59,10 +60,11 @@ class Child:
         return line
 
     def ask(self, command: str) -> str:
-        """Sends a line and reads one."""
+        """Sends a line and reads one. Raises StartupError as `read_line` does."""
         assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended: the answer will be its last words
+            self._process.stdin.write(command + "\n")
+            self._process.stdin.flush()
         return self.read_line()
 
     def stop(self) -> None:
@@ -75,4 +77,5 @@ class Child:
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout, self._log):
             assert pipe is not None
-            pipe.close()
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()

@@ -22,7 +22,7 @@ import uvloop
 
 from async_engine.bench.client import SENDERS, Milestone, Record, open_channel
 from async_engine.bench.stamps import latencies
-from core_proc.proc import die_with_parent
+from core_proc.parent_death import die_with_parent
 from protos.tailrace.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ class Job(msgspec.Struct, frozen=True):
     num_tokens: int = 1 << 31
     seconds: float = 0.0
     text: bool = True
+    logprobs: int | None = None
+    """Log-probabilities asked for with each token."""
     stamps: str = ""
     """File of the server's stamps; empty measures no latency."""
     hold_pid: int = 0
@@ -80,14 +82,14 @@ def process_cpu_seconds(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def make_spec(run_id: str, index: int, text: bool) -> pb.GenerationSpec:
+def make_spec(run_id: str, index: int, text: bool, logprobs: int | None) -> pb.GenerationSpec:
     """A short prompt of its own, and no end but the context's."""
     return pb.GenerationSpec(
         request_id=f"load-{run_id}-{index}",
         token_ids=pb.TokenIds(ids=[index // 256, index % 256]),
         sampling=pb.SamplingOptions(temperature=0),
         stop=pb.StopOptions(ignore_eos=True),
-        output=pb.OutputOptions(text=text),
+        output=pb.OutputOptions(text=text, logprobs=logprobs),
     )
 
 
@@ -112,7 +114,7 @@ async def run(job: Job) -> Result:
         SENDERS[job.method](channel) as sender,
     ):
         streams = [
-            asyncio.create_task(sender.run(make_spec(run_id, index, job.text), record))
+            asyncio.create_task(sender.run(make_spec(run_id, index, job.text, job.logprobs), record))
             for index, record in enumerate(records)
         ]
         try:

@@ -39,6 +39,9 @@ PACED = {
     "attach": ("paced", "attach", False),
     "attach_text": ("paced", "attach", True),
 }
+LOGPROBS = {"generate_stream_logprobs": ("paced", "stream", True), "attach_logprobs": ("paced", "attach", True)}
+"""The same with five log-probabilities a token; measured once, to be held against those without."""
+NUM_LOGPROBS = 5
 # In a round, there and back: a drift of the machine's speed evens out between the two that are compared.
 ORDER = ("generate_stream", "bare_handler", "attach", "attach_text", "bare_handler", "generate_stream")
 ROUND = ("generate_stream", "bare_handler", "attach", "generate_stream", "bare_handler", "attach_text")
@@ -57,13 +60,15 @@ def measure(options: NullBenchOptions) -> dict[str, Any]:
     """The whole report. Leaves no process behind, however it ends."""
     with _Servers(options) as servers:
         core = measure_core(options.rounds, options.core_tokens)
-        paced: dict[str, list[Result]] = {name: [] for name in PACED}
+        paced: dict[str, list[Result]] = {name: [] for name in [*PACED, *LOGPROBS]}
         unpaced: dict[str, list[Result]] = {name: [] for name in UNPACED}
         for _ in range(options.rounds):
             for name in ORDER:
                 paced[name].append(servers.load(*PACED[name], num_tokens=options.steps))
             for name, way in UNPACED.items():
                 unpaced[name].append(servers.load(*way, seconds=options.seconds))
+        for name, way in LOGPROBS.items():
+            paced[name].append(servers.load(*way, num_tokens=options.steps, logprobs=NUM_LOGPROBS))
     return {
         "core_us_per_request_step": {str(batch): round(cost, 3) for batch, cost in core.items()},
         "front_us_per_token": _medians(paced, lambda result: result.server_cpu / result.num_tokens * 1e6),
@@ -88,7 +93,10 @@ def format_report(report: dict[str, Any]) -> str:
     columns = ("front_us_per_token", "load_us_per_token", "tokens_per_message")
     front = format_table(
         [f"front end, {options['streams']} streams", "CPU us/token", "client's", "tokens/message", "p50 ms", "p99 ms"],
-        [[name, *(report[column][name] for column in columns), *report["latency_ms"][name].values()] for name in PACED],
+        [
+            [name, *(report[column][name] for column in columns), *report["latency_ms"][name].values()]
+            for name in [*PACED, *LOGPROBS]
+        ],
     )
     ratio = report["front_us_per_token"]["generate_stream"] / report["front_us_per_token"]["bare_handler"]
     rate = format_table(

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from async_engine.flags import values
-from protos.errors import InvalidRequestError
+from protos.config import refusal
 
 if TYPE_CHECKING:
     import argparse
@@ -40,9 +40,11 @@ class NullBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Measure and report."""
 
     streams: Annotated[int, Meta(ge=1, le=4096, description="requests at once on the front end")] = 256
-    step_ms: Annotated[float, Meta(gt=0, description="pace at which CPU and latency of a token are taken")] = 50.0
+    step_ms: Annotated[
+        float, Meta(gt=0, description="milliseconds per step while CPU and latency of a token are taken")
+    ] = 50.0
     steps: Annotated[int, Meta(ge=1, le=8192, description="paced steps at a time")] = 20
-    seconds: Annotated[float, Meta(gt=0, description="time per round as fast as it goes")] = 1.0
+    seconds: Annotated[float, Meta(gt=0, description="seconds per round as fast as it goes")] = 1.0
     core_tokens: Annotated[int, Meta(ge=1, description="tokens per round and batch size of the core alone")] = 65536
     rounds: Annotated[int, Meta(ge=1, description="of each figure the median over so many is reported")] = 3
     json: Annotated[bool, Meta(description="print one line of JSON instead of tables")] = False
@@ -52,9 +54,9 @@ OptionsT = TypeVar("OptionsT", ServeBenchOptions, NullBenchOptions)
 
 
 def parse(kind: type[OptionsT], arguments: argparse.Namespace) -> OptionsT:
-    """Validated options. Raises InvalidRequestError naming the flag."""
+    """Validated options. Raises InvalidRequestError naming the option."""
+    given = values(arguments, kind)
     try:
-        return msgspec.convert(values(arguments, kind), kind)
+        return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        problem, _, path = str(error).partition(" - at ")
-        raise InvalidRequestError(path.strip("`$."), problem) from None
+        raise refusal(error, given) from None

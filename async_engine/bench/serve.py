@@ -36,16 +36,26 @@ LATENCIES = {"ttft_ms": "time to first token", "inter_token_ms": "inter-token la
 
 
 def main(options: ServeBenchOptions) -> int:
-    """Runs the load and prints the report; exit code 1 if a request failed."""
+    """Runs the load and prints the report; exit code 1 if a request failed, 130 if Ctrl-C cut the load short.
+
+    Raises InvalidRequestError for options that make no sense, and what `measure` raises.
+    """
     if options.shared_prefix_tokens > options.prompt_tokens:
-        raise InvalidRequestError("shared_prefix_tokens", f"is more than prompt_tokens, {options.prompt_tokens}")
+        raise InvalidRequestError(
+            "shared_prefix_tokens", f"must be at most --prompt-tokens, which is {options.prompt_tokens}"
+        )
+    scheme, is_url, _ = options.address.partition("://")
+    if is_url and scheme != "unix":
+        raise InvalidRequestError("address", f"must be HOST:PORT, without {scheme}://")
     report = uvloop.run(measure(options))
     sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if options.json else format_report(report))
-    return 1 if report["errors"] else 0
+    return 130 if report["interrupted"] else 1 if report["errors"] else 0
 
 
 async def measure(options: ServeBenchOptions) -> dict[str, Any]:
-    """The whole report. Raises UnavailableError if nothing serves at the address."""
+    """The whole report; when cancelled, that of what is over by then. Raises UnavailableError if nothing serves."""
+    records: list[Record] = []
+    interrupted = False
     async with open_channel(options.address) as channel:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
@@ -54,9 +64,16 @@ async def measure(options: ServeBenchOptions) -> dict[str, Any]:
             raise UnavailableError(f"nothing serves gRPC on {options.address}; start it, or name another") from None
         async with SENDERS[options.method](channel) as sender:
             start = time.monotonic()
-            records = await _run_load(options, sender)
+            try:
+                await _run_load(options, sender, records)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+                interrupted = True
             seconds = time.monotonic() - start
-    return make_report(options, records, seconds)
+            records = [record for record in records if record.status]
+    return make_report(options, records, seconds) | {"interrupted": interrupted}
 
 
 def make_specs(options: ServeBenchOptions) -> Iterator[pb.GenerationSpec]:
@@ -77,8 +94,8 @@ def make_specs(options: ServeBenchOptions) -> Iterator[pb.GenerationSpec]:
         )
 
 
-async def _run_load(options: ServeBenchOptions, sender: StreamSender | AttachSender) -> list[Record]:
-    records: list[Record] = []
+async def _run_load(options: ServeBenchOptions, sender: StreamSender | AttachSender, records: list[Record]) -> None:
+    """Adds a record for each request that it sends."""
     specs = make_specs(options)
     # disable=None: no bar where stderr is no terminal.
     with tqdm(total=options.num_requests, desc="requests", leave=False, disable=None) as bar:
@@ -104,7 +121,6 @@ async def _run_load(options: ServeBenchOptions, sender: StreamSender | AttachSen
             else:
                 for _ in range(min(options.concurrency, options.num_requests)):
                     tasks.create_task(run_next())
-    return records
 
 
 def make_report(options: ServeBenchOptions, records: list[Record], seconds: float) -> dict[str, Any]:
@@ -147,6 +163,8 @@ def format_report(report: dict[str, Any]) -> str:
     load = f"{options['rate']:g} requests/s" if options["rate"] else f"{options['concurrency']} at once"
     errors = ", ".join(f"{count} {status}" for status, count in report["errors"].items())
     errors = f"{errors} ({report['first_error']})" if errors else "none"
+    if not report["completed"]:
+        return f"no request completed in {report['seconds']:.2f} s; errors: {errors}\n"
     names = ("mean", *(f"p{p}" for p in PERCENTILES))
     latencies = format_table(
         ["ms", *names],
@@ -155,7 +173,7 @@ def format_report(report: dict[str, Any]) -> str:
     return (
         f"{report['completed']} of {report['requests']} requests in {report['seconds']:.2f} s, {load}, "
         f"{options['prompt_tokens']} + {options['output_tokens']} tokens each, by {options['method']}; "
-        f"errors: {errors}\n"
+        f"errors: {errors}{'; interrupted' * report['interrupted']}\n"
         f"{report['requests_per_s']:.2f} requests/s, {report['prompt_tokens_per_s']:,.0f} prompt tokens/s in, "
         f"{report['output_tokens_per_s']:,.0f} tokens/s out\n\n{latencies}"
     )

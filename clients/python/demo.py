@@ -13,7 +13,7 @@ MESSAGES = [{"role": "user", "content": "In two sentences: what is a tailrace?"}
 
 
 def main() -> int:
-    command = [sys.executable, "-m", "async_engine.cli", "serve", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", "async_engine.cli", "serve", "--listen", "127.0.0.1:0", "--log-level", "warning"]
     # Its standard error is ours, so that the progress bar is seen.
     server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
@@ -21,6 +21,8 @@ def main() -> int:
         if address is None:
             return server.wait()
         stream_chat(address)
+    except KeyboardInterrupt:
+        return 130
     finally:
         server.terminate()
         server.wait()

@@ -27,10 +27,24 @@ void write_kv(const T* key, const T* value, T* key_cache, T* value_cache, const 
   }
 }
 
-// out = x / sqrt(mean(x^2) + eps) * weight, rounded once. With a residual: x is added to it in place first,
-// and the sum, as rounded, is what is normed. size is a multiple of 16.
+// out = from / sqrt(mean(from^2) + eps) * weight, rounded once; `out` may be `from`. size is a multiple of 16.
 template <class T>
-void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, int64_t size, float eps, int threads) {
+void norm_row(const T* from, const float* weight, T* out, int64_t size, float eps) {
+  using S = Simd<WIDTH>;
+  S::F squares = {};
+  for (int64_t i = 0; i < size; i += WIDTH) {
+    const S::F v = S::load(from + i);
+    squares += v * v;
+  }
+  const float scale = 1.0f / std::sqrt(S::sum(squares) / (float)size + eps);
+  for (int64_t i = 0; i < size; i += WIDTH) S::store(out + i, S::load(from + i) * scale * S::load(weight + i));
+}
+
+// Each row of x [tokens, size], normed. With a residual: x is added to it in place first, and the sum, as
+// rounded, is what is normed.
+template <class T>
+void rms_norm(const T* x, T* residual, const float* weight, T* out, int64_t tokens, int64_t size, float eps,
+              int threads) {
   using S = Simd<WIDTH>;
 #pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
   for (int64_t t = 0; t < tokens; t++) {
@@ -40,15 +54,20 @@ void rms_norm(const T* x, T* residual, const T* weight, T* out, int64_t tokens, 
       for (int64_t i = 0; i < size; i += WIDTH) S::store(sum + i, S::load(sum + i) + S::load(from + i));
       from = sum;
     }
-    S::F squares = {};
-    for (int64_t i = 0; i < size; i += WIDTH) {
-      const S::F v = S::load(from + i);
-      squares += v * v;
-    }
-    const float scale = 1.0f / std::sqrt(S::sum(squares) / (float)size + eps);
-    for (int64_t i = 0; i < size; i += WIDTH)
-      S::store(out + t * size + i, S::load(from + i) * scale * S::load(weight + i));
+    norm_row(from, weight, out + t * size, size, eps);
   }
+}
+
+// Norms each head of x [tokens, heads, head_dim] in place; tokens lie `stride` apart.
+template <class T>
+void norm_heads(T* x, const float* weight, int64_t tokens, int64_t stride, int heads, int head_dim, float eps,
+                int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > PARALLEL_CELLS)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int h = 0; h < heads; h++) {
+      T* head = x + t * stride + (int64_t)h * head_dim;
+      norm_row(head, weight, head, head_dim, eps);
+    }
 }
 
 // Rotates the first `rotated` dimensions of each head of x [tokens, heads, head_dim] in place, pairing
@@ -74,16 +93,25 @@ void rotary(T* x, const float* cosines, const float* sines, int64_t tokens, int6
   }
 }
 
-// out = gate * sigmoid(gate) * up, where x is [tokens, 2 * size]: the gates, then the ups. size is a multiple of 16.
-template <class T>
-void silu_mul(const T* x, T* out, int64_t tokens, int64_t size, int threads) {
+// Activations of the form x * sigmoid(y): what y is.
+enum Activation { SILU = 0, GELU = 1 };
+template <Activation ACTIVATION, class F>
+F sigmoid_argument(F x) {
+  if constexpr (ACTIVATION == SILU) return x;
+  // gelu by tanh: (1 + tanh(z)) / 2 is sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3).
+  else return x * (x * x * 0.044715f + 1.0f) * 1.5957691216f;
+}
+
+// out = activation(gate) * up, where x is [tokens, 2 * size]: the gates, then the ups. size is a multiple of 16.
+template <Activation ACTIVATION, class T>
+void gated(const T* x, T* out, int64_t tokens, int64_t size, int threads) {
   using S = Simd<WIDTH>;
 #pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
   for (int64_t t = 0; t < tokens; t++) {
     const T *gate = x + t * 2 * size, *up = gate + size;
     for (int64_t i = 0; i < size; i += WIDTH) {
-      const S::F g = S::load(gate + i);
-      const S::F decay = -g > 88.0f ? S::fill(INFINITY) : S::exp(-g);
+      const S::F g = S::load(gate + i), y = sigmoid_argument<ACTIVATION>(g);
+      const S::F decay = -y > 88.0f ? S::fill(INFINITY) : S::exp(-y);
       S::store(out + t * size + i, g / (decay + 1.0f) * S::load(up + i));
     }
   }

@@ -28,11 +28,19 @@ void tailrace_write_kv(int dtype, const void* key, const void* value, void* key_
   });
 }
 
-void tailrace_rms_norm(int dtype, const void* x, void* residual, const void* weight, void* out, int64_t tokens,
+void tailrace_rms_norm(int dtype, const void* x, void* residual, const float* weight, void* out, int64_t tokens,
                        int64_t size, float eps, int threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    rms_norm((const T*)x, (T*)residual, (const T*)weight, (T*)out, tokens, size, eps, threads);
+    rms_norm((const T*)x, (T*)residual, weight, (T*)out, tokens, size, eps, threads);
+  });
+}
+
+void tailrace_norm_heads(int dtype, void* x, const float* weight, int64_t tokens, int64_t stride, int heads,
+                         int head_dim, float eps, int threads) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    norm_heads((T*)x, weight, tokens, stride, heads, head_dim, eps, threads);
   });
 }
 
@@ -44,10 +52,10 @@ void tailrace_rotary(int dtype, void* x, const float* cosines, const float* sine
   });
 }
 
-void tailrace_silu_mul(int dtype, const void* x, void* out, int64_t tokens, int64_t size, int threads) {
+void tailrace_gated(int dtype, int activation, const void* x, void* out, int64_t tokens, int64_t size, int threads) {
   with_type(dtype, [&](auto zero) {
     using T = decltype(zero);
-    silu_mul((const T*)x, (T*)out, tokens, size, threads);
+    (activation == SILU ? gated<SILU, T> : gated<GELU, T>)((const T*)x, (T*)out, tokens, size, threads);
   });
 }
 }

@@ -1,4 +1,4 @@
-"""GatedMLP: down(silu(gate(x)) * up(x))."""
+"""GatedMLP: down(activation(gate(x)) * up(x))."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class GatedMLP:
         size = spec.intermediate_size
         self.gate_up = Linear(spec.hidden_size, [size, size], spec.mlp_bias, policy)
         self.down = Linear(size, [spec.hidden_size], spec.mlp_bias, policy)
-        self._ops = policy.ops
+        gated = {"silu": policy.ops.silu_mul, "gelu_pytorch_tanh": policy.ops.gelu_mul}
+        self._gated = gated[spec.hidden_act]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self._ops.silu_mul(self.gate_up(x)))
+        return self.down(self._gated(self.gate_up(x)))

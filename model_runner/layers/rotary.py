@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Rotary:
-    """Cosines and sines of a step's positions, computed once for all layers."""
+    """Cosines and sines of a step's positions, computed once for all layers that turn alike."""
 
     def __init__(self, spec: ModelSpec, max_model_len: int, device: torch.device) -> None:
         frequencies, self._magnitude = rope_frequencies(spec, max_model_len)
@@ -35,10 +35,19 @@ class Rotary:
 
 
 def rope_frequencies(spec: ModelSpec, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Radians per position of each pair, float32, and the factor on cosines and sines."""
+    """Radians per position of each pair, float32, and the factor on cosines and sines.
+
+    Raises ValueError for parameters that give none.
+    """
     rotated = int(spec.head_dim * spec.rope.partial_factor)
     trained = spec.rope.original_max_position or spec.max_position_embeddings
-    return _KINDS[spec.rope.kind](spec, rotated, trained, max_model_len)
+    try:
+        frequencies, magnitude = _KINDS[spec.rope.kind](spec, rotated, trained, max_model_len)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise ValueError(f"the rope parameters make no sense: {error}") from None
+    if not (bool(frequencies.isfinite().all()) and math.isfinite(magnitude)):
+        raise ValueError("the rope parameters make no sense: a frequency would be infinite")
+    return frequencies, magnitude
 
 
 def _powers(rope: RopeSpec, rotated: int, theta: float | None = None) -> torch.Tensor:

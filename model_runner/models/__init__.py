@@ -30,16 +30,17 @@ class Model(Protocol):
         ...
 
 
-def _llama(spec: ModelSpec, max_model_len: int, policy: DevicePolicy) -> Model:
-    from model_runner.models.llama import LlamaForCausalLM
+def _decoder(spec: ModelSpec, max_model_len: int, policy: DevicePolicy) -> Model:
+    from model_runner.models.decoder import Decoder
 
-    return LlamaForCausalLM(spec, max_model_len, policy)
+    return Decoder(spec, max_model_len, policy)
 
 
 MODELS: dict[str, Callable[[ModelSpec, int, DevicePolicy], Model]] = {
-    "LlamaForCausalLM": _llama,
-    "MistralForCausalLM": _llama,
-    "Qwen2ForCausalLM": _llama,
+    "LlamaForCausalLM": _decoder,
+    "MistralForCausalLM": _decoder,
+    "Qwen2ForCausalLM": _decoder,
+    "Gemma3ForCausalLM": _decoder,
 }
 """Every architecture of protos.architectures has its entry; what sets them apart is in the ModelSpec."""
 

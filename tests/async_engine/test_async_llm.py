@@ -11,20 +11,27 @@ from async_engine.request import GenerationRequest
 from async_engine.stream import RequestStream
 from protos.config import EngineConfig, build
 from protos.errors import CoreDiedError, DuplicateRequestError, OverloadedError, RequestFailedError, UnavailableError
-from protos.messages import FinishReason
+from protos.messages import Abort, FinishReason, GrammarSpec, Vocabulary
 from protos.params import SamplingParams
 from tests.e2e.serving import run, until
 
 ENDLESS = GenerationRequest(prompt="x", params=SamplingParams(max_tokens=30_000))
 
 
-def engine(max_queued_requests=1024, **options):
-    return AsyncLLM.start(build(EngineConfig, model="null", **options), max_queued_requests=max_queued_requests)
+CONSTRAINED = GenerationRequest(prompt="x", params=SamplingParams(grammar=GrammarSpec("regex", "ab")))
+
+
+def engine(max_queued_requests=1024, max_core_restarts=5, **options):
+    return AsyncLLM.start(
+        build(EngineConfig, model="null", **options),
+        max_queued_requests=max_queued_requests,
+        max_core_restarts=max_core_restarts,
+    )
 
 
 async def assert_idle(llm):
     """Nothing is live here, and the core holds no block."""
-    await until(lambda: llm.num_live == 0 and not llm.output_processor.states)
+    await until(lambda: llm.num_live == 0 and not llm.output_processor.sequences)
     assert await llm.core.call("reset_prefix_cache") == [1]
 
 
@@ -81,10 +88,10 @@ def test_cancelled_while_it_is_tokenized_a_request_never_reaches_the_core():
             state = llm.register("a", stream)
             submitting = asyncio.create_task(llm.submit(state, long))
             await asyncio.sleep(0)  # it waits for the tokenizer's thread
-            assert not llm.output_processor.states
+            assert not llm.output_processor.sequences
             assert llm.cancel("a")
             await submitting
-            assert not llm.output_processor.states
+            assert not llm.output_processor.sequences
             events = [event async for event in stream]
             llm.release(state)
             await assert_idle(llm)
@@ -124,11 +131,11 @@ def test_requests_beyond_the_capacity_are_refused_also_while_the_core_has_yet_to
     run(main)
 
 
-def test_the_death_of_the_core_reaches_every_waiter_and_later_callers():
+def test_the_death_of_the_last_core_reaches_every_waiter_and_later_callers():
     async def main():
-        async with await engine(null_step_ms=1) as llm:
+        async with await engine(null_step_ms=1, max_core_restarts=0) as llm:
             streams = [asyncio.create_task(collect(llm)) for _ in range(3)]
-            await until(lambda: len(llm.output_processor.states) == 3)
+            await until(lambda: len(llm.output_processor.sequences) == 3)
             call = asyncio.create_task(llm.core.call("freeze"))
             llm.core._process.kill()
             results = await asyncio.gather(*streams, call, return_exceptions=True)
@@ -159,7 +166,7 @@ def test_a_drain_waits_for_what_is_live_and_fails_it_when_time_is_up():
             short = GenerationRequest(prompt="x", params=SamplingParams(max_tokens=50))
             finishing = asyncio.create_task(collect(llm, short))
             endless = asyncio.create_task(collect(llm))
-            await until(lambda: len(llm.output_processor.states) == 2)
+            await until(lambda: len(llm.output_processor.sequences) == 2)
             await llm.drain(1)
             with pytest.raises(UnavailableError):
                 llm.register("late", RequestStream())
@@ -172,3 +179,91 @@ def test_a_drain_waits_for_what_is_live_and_fails_it_when_time_is_up():
 
 async def collect(llm, request=ENDLESS):
     return [event async for event in llm.generate(request)]
+
+
+def record_sent(llm):
+    """The messages that go to the core from now on."""
+    sent = []
+    send = llm.core.send
+    llm.core.send = lambda message: (sent.append(message), send(message))
+    return sent
+
+
+def test_each_sequence_counts_as_a_request_and_has_a_handle_of_its_own():
+    async def main():
+        async with await engine(max_queued_requests=0, max_num_seqs=4) as llm:
+            first = llm.register("a", RequestStream(num_sequences=3), 3)
+            with pytest.raises(OverloadedError):
+                llm.register("b", RequestStream(num_sequences=2), 2)
+            llm.release(first)
+            second = llm.register("b", RequestStream(num_sequences=4), 4)
+            llm.release(second)
+            return [sequence.handle for state in (first, second) for sequence in state.sequences]
+
+    handles = run(main)
+    assert len(set(handles)) == 7
+
+
+def test_cancelled_before_the_core_knows_it_a_request_ends_in_all_its_sequences():
+    async def main():
+        async with await engine() as llm:
+            request = GenerationRequest(prompt="x", params=SamplingParams(n=3))
+            stream = RequestStream(num_sequences=3)
+            state = llm.register("a", stream, 3)
+            assert llm.cancel("a")
+            await llm.submit(state, request)
+            events = [event async for event in stream]
+            llm.release(state)
+            return events
+
+    _, *deltas, _ = run(main)
+    assert [(delta.index, delta.finish.reason) for delta in deltas] == [(i, FinishReason.ABORTED) for i in range(3)]
+
+
+def test_resumed_output_streams_on_from_its_offset():
+    async def main():
+        async with await engine() as llm:
+            return await collect(
+                llm, GenerationRequest(prompt="x", params=SamplingParams(max_tokens=4), resume_token_ids=[97, 98])
+            )
+
+    first, *_ = run(main)
+    assert first.offset == 2
+
+
+def test_vocabulary_is_told_once_and_before_the_first_request_that_needs_it():
+    async def main():
+        async with await engine() as llm:
+            sent = record_sent(llm)
+            await asyncio.gather(*(collect(llm, CONSTRAINED) for _ in range(3)))
+            return sent
+
+    first, *others = run(main)
+    assert isinstance(first, Vocabulary)
+    assert not any(isinstance(message, Vocabulary) for message in others)
+
+
+def test_request_given_up_while_the_vocabulary_is_told_does_not_take_it_from_others():
+    async def main():
+        async with await engine() as llm:
+            first = asyncio.create_task(collect(llm, CONSTRAINED))
+            await until(lambda: llm._telling_vocabulary is not None)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            return await collect(llm, CONSTRAINED)
+
+    *_, delta, _ = run(main)
+    assert delta.finish.reason is FinishReason.CONSTRAINT_DONE
+
+
+def test_request_that_a_stop_string_ends_is_complete_in_the_core_too():
+    async def main():
+        async with await engine() as llm:
+            sent = record_sent(llm)
+            stop = tuple(chr(code) for code in range(32, 96))
+            await collect(llm, GenerationRequest(prompt="x", params=SamplingParams(max_tokens=30_000, stop=stop)))
+            return [message for message in sent if isinstance(message, Abort)]
+
+    (abort,) = run(main)
+    assert abort.stopped

@@ -190,7 +190,14 @@ def test_the_command_prints_one_line_of_json(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     report = json.loads(line)
     assert report["core_us_per_request_step"].keys() == {"1", "32", "256", "1024"}
-    assert report["front_us_per_token"].keys() == {"generate_stream", "attach", "attach_text", "bare_handler"}
+    assert report["front_us_per_token"].keys() == {
+        "generate_stream",
+        "generate_stream_logprobs",
+        "attach",
+        "attach_text",
+        "attach_logprobs",
+        "bare_handler",
+    }
     assert report["tokens_per_s"].keys() == {"generate_stream", "attach"}
     assert {"generate_stream", "attach"} <= report["latency_ms"].keys()
     assert all(figures.keys() == {"p50", "p99"} for figures in report["latency_ms"].values())

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 
 import grpc
 import msgspec
@@ -10,11 +13,12 @@ import pytest
 from async_engine import cli
 from async_engine.bench.client import AttachSender, Milestone, Record, StreamSender, open_channel
 from async_engine.bench.options import ServeBenchOptions, parse
-from async_engine.bench.serve import inter_token_gaps, make_report, make_specs, measure
+from async_engine.bench.serve import format_report, inter_token_gaps, make_report, make_specs, measure
 from async_engine.bench.table import format_table
+from protos.errors import InvalidRequestError
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
-from tests.e2e.serving import ServerProcess, run, serving, until
+from tests.e2e.serving import ROOT, ServerProcess, run, serving, until
 
 LATENCIES = {"ttft_ms", "inter_token_ms", "e2e_ms"}
 
@@ -193,9 +197,44 @@ def test_a_record_is_open_when_the_server_has_the_request(tmp_path):
     run(main)
 
 
+@pytest.mark.parametrize("method", ["stream", "attach"])
+def test_a_load_cut_short_reports_what_is_over(tmp_path, method):
+    async def main():
+        address = f"unix:{tmp_path}/socket"
+        async with serving(server={"listen": address}, null_step_ms=1) as (llm, _, _):
+            options = ServeBenchOptions(address=address, num_requests=10**6, concurrency=2, method=method)
+            ended = []
+            llm.on_end.append(lambda *_: ended.append(1))
+            task = asyncio.create_task(measure(options))
+            await until(lambda: len(ended) > 4)
+            task.cancel()
+            return await task
+
+    report = run(main)
+    assert report["interrupted"]
+    assert report["completed"] == report["requests"] >= 3
+    assert report["errors"] == {}
+    assert "errors: none; interrupted\n" in format_report(report)
+
+
+def test_ctrl_c_reports_and_exits_with_130():
+    with ServerProcess("null", "--listen", "127.0.0.1:0", "--null-step-ms", "1") as server:
+        address = server.wait_ready().address
+        command = [sys.executable, "-m", "async_engine.cli", "bench", "serve", "--address", address, "--json"]
+        bench = subprocess.Popen(
+            [*command, "--num-requests", "100000"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert server.process.stderr is not None
+        server.process.stderr.readline()  # a request is over
+        bench.send_signal(signal.SIGINT)
+        output, errors = bench.communicate(timeout=30)
+    assert (bench.returncode, errors) == (130, b"")
+    assert json.loads(output)["interrupted"]
+
+
 def test_options_are_validated():
     arguments = cli.make_parser().parse_args(["bench", "serve", "--concurrency", "0"])
-    with pytest.raises(Exception, match="concurrency: Expected `int` >= 1"):
+    with pytest.raises(InvalidRequestError, match="concurrency: must be at least 1, not 0"):
         parse(ServeBenchOptions, arguments)
 
 
@@ -215,13 +254,17 @@ def test_the_command_prints_one_line_of_json(capsys):
         assert "4 of 4 requests" in table
         assert "time to first token" in table
         assert cli.main(["bench", "serve", "--address", address, "--vocab-size", "1000000", *load]) == 1
-        assert "4 INVALID_ARGUMENT (token_ids: " in capsys.readouterr().out
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith("no request completed in ")
+        assert "4 INVALID_ARGUMENT (token_ids: " in line
         assert server.stop() == 0
 
 
 def test_errors_of_the_command_are_one_line(tmp_path, capsys):
     assert cli.main(["bench", "serve", "--shared-prefix-tokens", "500"]) == 2
-    assert "shared_prefix_tokens: is more than prompt_tokens, 128" in capsys.readouterr().err
+    assert "--shared-prefix-tokens must be at most --prompt-tokens, which is 128" in capsys.readouterr().err
+    assert cli.main(["bench", "serve", "--address", "http://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err == "tailrace: --address must be HOST:PORT, without http://\n"
 
 
 def test_nobody_there_is_one_line(monkeypatch, tmp_path, capsys):

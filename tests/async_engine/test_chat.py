@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -265,6 +268,84 @@ def test_output_is_limited_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(InvalidRequestError, match="longer than 1000 characters"):
         render("{{ 'x' * 1001 }}")
     assert len(render("{{ 'x' * 1000 }}")) == 1000
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+LARGE = [
+    "{{ ('x' * 9999999999) | length }}",
+    "{{ ([0] * 9999999999) | length }}",
+    "{{ 9 ** 9 ** 9 }}",
+    "{{ (1 == 1) * 10 ** 70 * 10 ** 70 }}",
+    "{{ '%999999999d' % 1 }}",
+    "{{ '%999999999d' | format(1) }}",
+    "{{ '{:999999999}'.format(1) }}",
+    "{{ 'x'.ljust(999999999) }}",
+    "{{ 'x'.rjust(width=999999999) if false else 'x'.zfill(999999999) }}",
+    "{{ 'x' | indent(999999999, true) }}",
+    "{{ 'x' | center(999999999) }}",
+    "{{ lipsum(n=999999) }}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{{ n.x }}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x.replace('x', 'xx') %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x | replace('x', 'xx') %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}"
+    "{% set n.x = y %}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("template", LARGE)
+def test_no_operation_makes_much_of_little(template: str) -> None:
+    start = time.thread_time()
+    with pytest.raises(InvalidRequestError, match="the chat template failed"):
+        render(template)
+    assert time.thread_time() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        ENDLESS,
+        "{% macro m() %}{% endmacro %}{% for a in range(99999) %}{% for b in range(99999) %}{{ m() }}{% endfor %}"
+        "{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    ],
+)
+def test_time_is_limited_where_nothing_is_put_out(template: str) -> None:
+    start = time.thread_time()
+    with pytest.raises(InvalidRequestError, match=r"takes longer than 0\.05 s"):
+        render_chat(
+            template,
+            [],
+            add_generation_prompt=False,
+            template_kwargs={},
+            bos_token=BOS,
+            eos_token=EOS,
+            max_seconds=0.05,
+        )
+    assert time.thread_time() - start < 1.0
+
+
+def test_a_template_that_takes_its_time_leaves_the_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "MAX_SECONDS", 0.3)
+    threads = []
+
+    def told(message: str) -> str:
+        threads.append(threading.current_thread())
+        return message
+
+    monkeypatch.setitem(chat._environment().globals, "told", told)
+    common = {"add_generation_prompt": False, "template_kwargs": {}, "bos_token": "", "eos_token": ""}
+
+    async def main() -> None:
+        assert await chat.render_chat_async("{{ told('quick') }}", [], **common) == "quick"
+        slow = "{{ told('slow') }}{% for i in range(20000) %}{% endfor %}"
+        assert await chat.render_chat_async(slow, [], **common) == "slow"
+        with pytest.raises(InvalidRequestError, match="takes longer than"):
+            await chat.render_chat_async("{{ told('') }}" + ENDLESS, [], **common)
+
+    asyncio.run(main())
+    ours = threading.main_thread()
+    assert [thread is ours for thread in threads] == [True, True, False, True, False]
 
 
 def test_template_is_compiled_once() -> None:

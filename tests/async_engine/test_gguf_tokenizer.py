@@ -108,7 +108,7 @@ def test_llama_3_takes_whole_words_over_merges() -> None:
 
 def test_unknown_gguf_kinds_are_left_to_others() -> None:
     assert gguf_tokenizer(metadata("never-heard-of", ["a"], [])) is None
-    assert gguf_tokenizer({**metadata("gpt-2", ["a"], []), "tokenizer.ggml.model": "llama"}) is None
+    assert gguf_tokenizer({**metadata("gpt-2", ["a"], []), "tokenizer.ggml.model": "t5"}) is None
     assert gguf_tokenizer({}) is None
 
 

@@ -4,7 +4,9 @@ import asyncio
 
 import pytest
 
-from async_engine.outputs import Delta, Progress, SequenceFinish, Started, Summary
+from async_engine.logprobs import Logprobs
+from async_engine.outputs import Delta, Extra, Progress, SequenceFinish, Started, Summary
+from async_engine.sequence_buffer import MAX_CELLS
 from async_engine.stream import RequestStream
 from protos.errors import DeadlineError
 from protos.messages import FinishReason
@@ -29,9 +31,9 @@ def test_fast_reader_gets_every_token_by_itself():
         stream.started(5)
         for token_id in (1, 2, 3):
             await let_readers_run()
-            stream.tokens([token_id], str(token_id))
+            stream.sequence(0).tokens([token_id], str(token_id))
         await let_readers_run()
-        stream.finish(FINISH)
+        stream.sequence(0).finish(FINISH)
         stream.summary(SUMMARY)
         return await reader
 
@@ -50,13 +52,28 @@ def test_slow_reader_gets_one_merged_delta_and_nothing_is_lost():
         stream = RequestStream(offset=7)
         stream.started(0)
         for token_id in range(1000):
-            stream.tokens([token_id], "x")
-        stream.finish(FINISH)
+            stream.sequence(0).tokens([token_id], "x")
+        stream.sequence(0).finish(FINISH)
         stream.summary(SUMMARY)
         return await read_all(stream)
 
     events = asyncio.run(main())
     assert events == [Started(0), Delta(7, list(range(1000)), "x" * 1000, FINISH), SUMMARY]
+
+
+def test_tokens_beyond_what_was_to_be_gathered_count_as_merged():
+    async def main():
+        stream = RequestStream(coalesce=3, num_sequences=2)
+        stream.started(0)
+        await anext(stream)
+        for count in (1, 3, 7):  # the first delta is to have one token, those after it three
+            stream.sequence(0).tokens([5] * count, "")
+            await anext(stream)
+        stream.sequence(1).tokens([5] * 3, "")
+        await anext(stream)
+        return stream.num_merged
+
+    assert asyncio.run(main()) == 4 + 2
 
 
 def test_a_slow_reader_does_not_delay_a_fast_one():
@@ -65,10 +82,10 @@ def test_a_slow_reader_does_not_delay_a_fast_one():
         fast.started(0)
         reader = asyncio.create_task(read_all(fast))
         for token_id in range(5):
-            slow.tokens([token_id], "")
-            fast.tokens([token_id], "")
+            slow.sequence(0).tokens([token_id], "")
+            fast.sequence(0).tokens([token_id], "")
             await let_readers_run()
-        fast.finish(FINISH)
+        fast.sequence(0).finish(FINISH)
         fast.summary(SUMMARY)
         return await reader
 
@@ -81,9 +98,9 @@ def test_coalesce_gathers_tokens_after_the_first_delta():
         stream.started(0)
         reader = asyncio.create_task(read_all(stream))
         for token_id in range(8):
-            stream.tokens([token_id], "")
+            stream.sequence(0).tokens([token_id], "")
             await let_readers_run()
-        stream.finish(FINISH)
+        stream.sequence(0).finish(FINISH)
         stream.summary(SUMMARY)
         return await reader
 
@@ -115,7 +132,7 @@ def test_progress_comes_while_nothing_else_does_and_started_comes_first():
         stream.poll_progress = poll
         events = [await anext(stream) for _ in range(3)]
         stream.started(4)  # told already, as unknown
-        stream.tokens([9], "t")
+        stream.sequence(0).tokens([9], "t")
         return [*events, await anext(stream)]
 
     assert asyncio.run(main()) == [Started(None), Progress(2, 1), Progress(2, 2), Delta(0, [9], "t")]
@@ -125,8 +142,8 @@ def test_text_without_a_token_waits_for_the_next_delta_or_the_end():
     async def main():
         stream = RequestStream()
         stream.started(0)
-        stream.tokens([], "tail")
-        stream.finish(FINISH)
+        stream.sequence(0).tokens([], "tail")
+        stream.sequence(0).finish(FINISH)
         return [await anext(stream), await anext(stream)]
 
     assert asyncio.run(main()) == [Started(0), Delta(0, [], "tail", FINISH)]
@@ -135,8 +152,106 @@ def test_text_without_a_token_waits_for_the_next_delta_or_the_end():
 def test_a_request_that_ended_in_the_queue_has_started_all_the_same():
     async def main():
         stream = RequestStream()
-        stream.finish(FINISH)
+        stream.sequence(0).finish(FINISH)
         stream.summary(SUMMARY)
         return await read_all(stream)
 
     assert asyncio.run(main()) == [Started(None), Delta(0, [], "", FINISH), SUMMARY]
+
+
+def test_deltas_of_several_sequences_are_told_apart_and_the_summary_comes_last():
+    async def main():
+        stream = RequestStream(num_sequences=2)
+        stream.started(0)
+        stream.sequence(1).tokens([7], "b")
+        stream.sequence(0).tokens([5], "a")
+        stream.sequence(1).finish(FINISH)
+        events = [await anext(stream), await anext(stream)]
+        more = stream.take_delta()
+        stream.sequence(0).finish(FINISH)
+        stream.summary(SUMMARY)
+        return [*events, more, *await read_all(stream)]
+
+    assert asyncio.run(main()) == [
+        Started(0),
+        Delta(0, [5], "a", None, 0),
+        Delta(0, [7], "b", FINISH, 1),
+        Delta(1, [], "", FINISH, 0),
+        SUMMARY,
+    ]
+
+
+def make_logprobs(values, width=1):
+    logprobs = Logprobs(width)
+    for value in values:
+        logprobs.logprobs.append(-float(value))
+        logprobs.ranks.append(value)
+        logprobs.top_ids += [value * 10 + i for i in range(width)]
+        logprobs.top_logprobs += [-float(i) for i in range(width)]
+    return logprobs
+
+
+def test_log_probabilities_merge_with_their_tokens():
+    async def main():
+        stream = RequestStream()
+        stream.started(0)
+        for token_id in (1, 2, 3):
+            stream.sequence(0).tokens([token_id], "x", Extra(make_logprobs([token_id])))
+        return [await anext(stream), await anext(stream)]
+
+    assert asyncio.run(main())[1] == Delta(0, [1, 2, 3], "xxx", None, 0, Extra(make_logprobs([1, 2, 3])))
+
+
+def test_backlog_of_log_probabilities_is_cut_into_messages_that_clients_accept():
+    width = 128
+    count = MAX_CELLS // (2 + 2 * width) + 5
+
+    async def main():
+        stream = RequestStream()
+        stream.started(0)
+        stream.sequence(0).tokens([1] * count, "text", Extra(make_logprobs([1] * count, width)))
+        stream.sequence(0).finish(FINISH)
+        stream.summary(SUMMARY)
+        return await read_all(stream)
+
+    _, first, second, _ = asyncio.run(main())
+    assert (len(first.token_ids), len(second.token_ids)) == (count - 5, 5)
+    assert (first.offset, second.offset) == (0, count - 5)
+    assert (first.text, second.text) == ("", "text")
+    assert (len(first.extra.logprobs), len(second.extra.logprobs)) == (count - 5, 5)
+    assert second.finish == FINISH
+
+
+def test_prompt_log_probabilities_come_before_the_first_delta_in_parts_without_a_gap():
+    count = MAX_CELLS // 4 + 5
+
+    async def main():
+        stream = RequestStream()
+        stream.started(0)
+        stream.prompt_logprobs(1, make_logprobs([1] * 4))
+        stream.prompt_logprobs(5, make_logprobs([2] * (count - 4)))
+        stream.sequence(0).tokens([1], "x")
+        return [await anext(stream) for _ in range(4)]
+
+    _, first, second, delta = asyncio.run(main())
+    assert (first.offset, len(first.logprobs)) == (1, count - 5)
+    assert (second.offset, len(second.logprobs)) == (count - 4, 5)
+    assert type(delta) is Delta
+
+
+def test_tokens_of_which_nothing_is_wanted_are_only_counted():
+    async def main():
+        stream = RequestStream(coalesce=0)
+        stream.started(0)
+        for token_id in range(5):
+            stream.sequence(0).tokens([token_id], "")
+        assert await anext(stream) == Started(0)
+        assert stream.take() is None
+        stream.sequence(0).finish(FINISH)
+        return await anext(stream)
+
+    assert asyncio.run(main()).finish == FINISH
+
+
+def test_candidates_of_a_row_are_its_own():
+    assert make_logprobs([1, 2, 3], width=2).candidates(1) == {20: 0, 21: -1}

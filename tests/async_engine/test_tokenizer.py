@@ -146,18 +146,19 @@ def test_encoding_a_long_text_does_not_hold_up_the_loop() -> None:
 
 
 def test_one_table_serves_all_streams_of_a_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[bool] = []
+    built: list[frozenset[str]] = []
     original = tokenizer_module.detokenizer_factory
 
-    def counted(backend: Backend, tokens: list[str | None], skip_special_tokens: bool) -> Any:
-        built.append(skip_special_tokens)
-        return original(backend, tokens, skip_special_tokens)
+    def counted(backend: Backend, tokens: list[str | None], hidden: frozenset[str]) -> Any:
+        built.append(hidden)
+        return original(backend, tokens, hidden)
 
     monkeypatch.setattr(tokenizer_module, "detokenizer_factory", counted)
     tokenizer = byte_tokenizer()
     for skip in (True, False, True, False):
         tokenizer.new_detokenizer(skip)
-    assert built == [True, False]
+        tokenizer.new_detokenizer(skip, frozenset({"<|bos|>", "no token"}))
+    assert built == [{"<|bos|>", "<|eos|>"}, {"<|eos|>"}, set(), set()]
 
 
 def test_sentencepiece_like_model_streams_any_text_it_encoded() -> None:

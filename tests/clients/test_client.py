@@ -34,7 +34,7 @@ async def connected(tmp_path, **engine):
 
 async def is_free(llm):
     """Waits until nothing of any request is left, in the front end or the core."""
-    await until(lambda: llm.num_live == 0 and not llm.output_processor.states)
+    await until(lambda: llm.num_live == 0 and not llm.output_processor.sequences)
     assert await llm.core.call("reset_prefix_cache") == [1], "a block is still held"
 
 
@@ -131,7 +131,7 @@ def test_a_cancelled_task_frees_its_requests(tmp_path):
                 asyncio.create_task(stream()),
                 asyncio.create_task(client.complete("abc", max_tokens=ENDLESS)),
             ]
-            await until(lambda: len(llm.output_processor.states) == 2)
+            await until(lambda: len(llm.output_processor.sequences) == 2)
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
@@ -146,12 +146,12 @@ def test_a_cancelled_task_frees_its_requests(tmp_path):
 def test_closing_the_client_ends_its_requests_with_an_error(tmp_path):
     async def main():
         async with connected(tmp_path) as (llm, client):
-            other = AsyncClient(client.address)
+            other = AsyncClient(*client.addresses)
             tasks = [
                 asyncio.create_task(read_all(other.generate("abc", max_tokens=ENDLESS))),
                 asyncio.create_task(other.complete("abc", max_tokens=ENDLESS)),
             ]
-            await until(lambda: len(llm.output_processor.states) == 2)
+            await until(lambda: len(llm.output_processor.sequences) == 2)
             await other.close()
             return [await failure(task) for task in tasks]
 
@@ -182,7 +182,7 @@ def test_a_stream_that_ends_in_the_queue_keeps_the_rules(tmp_path, end):
             await anext(running)
             async with client.generate("abc", **options) as queued:
                 text = asyncio.create_task(queued.text())
-                await until(lambda: len(llm.output_processor.states) == 2)
+                await until(lambda: len(llm.output_processor.sequences) == 2)
                 if end == "cancel":
                     assert await client.cancel(queued.request_id) == [queued.request_id]
                 assert await text == ""
@@ -218,16 +218,17 @@ def test_each_status_has_its_error(tmp_path):
                 await anext(stream)
                 duplicate = await failure(client.complete("abc", request_id=stream.request_id))
             unknown = await failure(client.complete("abc", model="other"))
-            unsupported = await failure(client.complete("abc", num_sequences=2))
+            unsupported = await failure(client.complete("abc", data_parallel_rank=1))
             llm.draining = True
-            draining = await failure(client.complete("abc"))
+            async with AsyncClient(*client.addresses, resume=None) as hasty:
+                draining = await failure(hasty.complete("abc"))
             return duplicate, unknown, unsupported, draining
 
     duplicate, unknown, unsupported, draining = run(main)
     assert type(duplicate) is DuplicateRequestError
     assert type(unknown) is NotFoundError
     assert type(unsupported) is UnsupportedError
-    assert unsupported.field == "num_sequences"
+    assert unsupported.field == "scheduling.data_parallel_rank"
     assert type(draining) is UnavailableError
     assert draining.retry_after == 1.0
 
@@ -248,11 +249,11 @@ def test_a_passed_deadline_is_an_error_and_frees_the_request(tmp_path):
 
 def test_no_server_is_unavailable(tmp_path):
     async def main():
-        async with AsyncClient(f"unix:{tmp_path}/nobody") as client:
+        async with AsyncClient(f"unix:{tmp_path}/nobody", resume=None) as client:
             return await failure(client.complete("abc"))
 
     assert type(run(main)) is UnavailableError
-    with Client(f"unix:{tmp_path}/nobody") as client, pytest.raises(UnavailableError):
+    with Client(f"unix:{tmp_path}/nobody", resume=None) as client, pytest.raises(UnavailableError):
         client.complete("abc")
 
 
@@ -278,11 +279,11 @@ def test_channel_options_reach_the_channel(tmp_path):
 
 def test_a_stream_is_used_in_a_block(tmp_path):
     async def main():
-        async with AsyncClient(f"unix:{tmp_path}/nobody") as client:
+        async with AsyncClient(f"unix:{tmp_path}/nobody", resume=None) as client:
             return await failure(client.generate("abc").text())
 
     assert isinstance(run(main), RuntimeError)
-    with Client(f"unix:{tmp_path}/nobody") as client, pytest.raises(RuntimeError, match="with"):
+    with Client(f"unix:{tmp_path}/nobody", resume=None) as client, pytest.raises(RuntimeError, match="with"):
         next(client.generate("abc"))
 
 
@@ -312,7 +313,7 @@ def test_the_synchronous_client(tmp_path):
 
     async def main():
         async with connected(tmp_path, null_step_ms=5) as (llm, client):
-            with Client(client.address) as synchronous:
+            with Client(*client.addresses) as synchronous:
                 await asyncio.to_thread(use, synchronous)
                 await is_free(llm)
 

@@ -13,6 +13,11 @@ VALUES = {
     "resume_from": [1, 2],
     "logit_bias": {5: -1.5},
     "allowed_token_ids": [1],
+    "bad_words": ["a", "b"],
+    "bad_token_sequences": [[1, 2], [3]],
+    "repetition": {"max_pattern_tokens": 8, "count": 4},
+    "tool_format": "hermes",
+    "reasoning_format": "auto",
     "stop": ["a", "b"],
     "stop_token_ids": [3],
     "choices": ["yes", "no"],
@@ -59,6 +64,10 @@ def test_an_option_sets_its_field(name):
     match found:
         case pb.TokenIds():
             found = list(found.ids)
+        case pb.RepetitionStop():
+            found = {"max_pattern_tokens": found.max_pattern_tokens, "count": found.count}
+        case _ if name == "bad_token_sequences":
+            found = [list(sequence.ids) for sequence in found]
         case pb.StringList():
             found = list(found.values)
         case bool() | int() | float() | str():
@@ -92,6 +101,12 @@ def test_a_prompt_is_text_ids_or_messages():
     assert (message.role, message.content, message.name) == ("user", "hi", "eve")
 
 
+def test_a_turn_has_all_fields_of_a_message():
+    call = {"id": "c1", "name": "f", "arguments_json": "{}"}
+    (turn,) = make_spec([{"role": "assistant", "tool_calls": [call], "reasoning": "hm"}], {}).chat.messages
+    assert (turn.tool_calls[0].id, turn.tool_calls[0].name, turn.reasoning) == ("c1", "f", "hm")
+
+
 def test_one_stop_string_needs_no_list():
     assert list(make_spec("hi", {"stop": "END"}).stop.strings) == ["END"]
 
@@ -113,8 +128,8 @@ def test_a_request_gets_an_id_of_its_own():
         ("hi", {"time_limit": "soon"}, TypeError, "^time_limit: "),
         ("hi", {"logit_bias": [1]}, TypeError, "^logit_bias: "),
         ("hi", {"template_kwargs": {}}, TypeError, "^template_kwargs: only for a prompt of messages"),
-        ([{"role": "user", "text": "hi"}], {}, TypeError, "^prompt: messages have"),
-        ([{"role": "user", "content": 3}], {}, TypeError, "^prompt: messages have"),
+        ([{"role": "user", "text": "hi"}], {}, TypeError, "^prompt: messages are"),
+        ([{"role": "user", "content": 3}], {}, TypeError, "^prompt: messages are"),
         ([-1], {}, ValueError, "range"),
     ],
 )

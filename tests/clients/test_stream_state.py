@@ -4,6 +4,7 @@ import pytest
 
 from protos.tailrace.v1 import generation_pb2 as pb
 from tailrace_client.errors import ProtocolError
+from tailrace_client.events import TokenLogprobs, ToolCallDelta
 from tailrace_client.spec import make_spec
 from tailrace_client.stream_state import StreamState
 
@@ -58,7 +59,7 @@ def test_a_stream_that_keeps_the_rules():
         ([STARTED, end(0), delta(0, [7])], "after its end"),
         ([STARTED, delta(0, [7]), SUMMARY], "before every sequence had ended"),
         ([STARTED, SUMMARY], "before every sequence had ended"),
-        ([STARTED, end(0), delta(0, [7], index=1), SUMMARY], "before every sequence had ended"),
+        ([STARTED, delta(0, [7], index=1)], "sequence 1 was not asked for"),
         ([STARTED, end(0), SUMMARY, delta(0, [7])], "delta after the summary"),
         ([STARTED, end(0), SUMMARY, SUMMARY], "summary after the summary"),
     ],
@@ -85,9 +86,11 @@ def test_without_ids_offsets_only_grow():
 
 def test_sequences_are_counted_apart():
     both = pb.OutputDelta(sequences=[pb.SequenceDelta(index=i, token_ids=[7], finish=MAX_TOKENS) for i in (0, 1)])
-    state, deltas = feed([STARTED, pb.GenerateStreamResponse(delta=both), SUMMARY])
+    state, deltas = feed([STARTED, pb.GenerateStreamResponse(delta=both), SUMMARY], num_sequences=2)
     assert [d.index for d in deltas] == [0, 1]
     assert state.finishes.keys() == {0, 1}
+    with pytest.raises(ProtocolError, match="before every sequence had ended"):
+        feed([STARTED, end(0), SUMMARY], num_sequences=2)
 
 
 def test_prompt_logprobs_may_come_in_pieces():
@@ -99,6 +102,30 @@ def test_prompt_logprobs_may_come_in_pieces():
     assert [(p.offset, p.top_ids) for p in state.started.prompt_logprobs] == [(0, [[1, 2]]), (1, [[1, 2]])]
     with pytest.raises(ProtocolError, match="started twice"):
         feed([STARTED, delta(0, [7]), piece(1)])
+
+
+def test_log_probabilities_come_row_by_row():
+    logprobs = pb.TokenLogprobs(
+        offset=1, logprobs=[-1, -2], ranks=[3, 4], top_width=2, top_ids=[5, 6, 7, 8], top_logprobs=[-5, -6, -7, -8]
+    )
+    _, (first, second, last) = feed(
+        [STARTED, delta(0, [9]), delta(1, [9, 9], logprobs=logprobs), end(3), SUMMARY], logprobs=2
+    )
+    assert first.logprobs is None
+    assert second.logprobs == TokenLogprobs(1, [-1, -2], [3, 4], [[5, 6], [7, 8]], [[-5, -6], [-7, -8]])
+    assert last.finish.cumulative_logprob is None
+
+
+def test_sum_of_log_probabilities_is_told_even_when_it_is_zero():
+    finish = pb.SequenceFinish(reason=pb.FINISH_REASON_MAX_TOKENS, output_tokens=1, cumulative_logprob=0)
+    state, _ = feed([STARTED, delta(0, [9], finish=finish), SUMMARY])
+    assert state.finish.cumulative_logprob == 0
+
+
+def test_pieces_of_tool_calls_and_reasoning_are_passed_on():
+    call = pb.ToolCallDelta(index=1, id="c", name="f", arguments="{")
+    _, (first, _) = feed([STARTED, delta(0, [9], tool_calls=[call], reasoning="hm"), end(1), SUMMARY])
+    assert (first.tool_calls, first.reasoning) == ((ToolCallDelta(1, "c", "f", "{"),), "hm")
 
 
 def test_what_a_newer_server_says_is_passed_over():

@@ -13,14 +13,15 @@ from core_proc.kv_cache import KVCache
 from core_proc.request import Request, State, make_request
 from core_proc.scheduler import Scheduler, StepInFlight
 from protos.config import SchedulerOptions
-from protos.messages import Admitted, EngineCoreRequest, Finished, FinishReason, Sampling
-from tests.fakes import EOS, VOCAB_SIZE, InjectedError, PagedFakeWorker, Reference
+from protos.messages import Admitted, EngineCoreRequest, Finished, FinishReason, GrammarSpec, Sampling, Sibling
+from tests.fakes import EOS, VOCAB_SIZE, InjectedError, PagedFakeWorker, Reference, logprob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from protos.messages import EngineCoreOutputs
-    from protos.step import SchedulerOutput
+    from protos.messages import EngineCoreOutputs, LogprobColumns
+    from protos.step import GrammarMask, SchedulerOutput
+    from tests.fakes import ScriptedMatcher
 
 _SAMPLING_FIELDS = {field.name for field in msgspec.structs.fields(Sampling)}
 
@@ -47,6 +48,11 @@ class Stream:
     reference: Reference
     request: Request
     token_ids: list[int] = field(default_factory=list)
+    num_resumed: int = 0
+    siblings: list[Stream] = field(default_factory=list)
+    logprobs: list[int] = field(default_factory=list)
+    """Positions that were told about, of the output and of the prompt."""
+    prompt_logprobs: list[int] = field(default_factory=list)
     admitted: list[Admitted] = field(default_factory=list)
     finished: Finished | None = None
 
@@ -70,6 +76,33 @@ def columns(outputs: EngineCoreOutputs) -> list[tuple[int, int]]:
     """(handle, token id) of each new token."""
     handles, token_ids = np.frombuffer(outputs.handles, "<i8"), np.frombuffer(outputs.token_ids, "<i4")
     return list(zip(handles.tolist(), token_ids.tolist(), strict=True))
+
+
+@dataclass
+class LogprobRow:
+    """What a message tells of one token."""
+
+    logprob: float
+    rank: int
+    top: list[tuple[int, float]]
+
+
+def logprob_rows(columns: LogprobColumns) -> list[tuple[int, LogprobRow]]:
+    """(index of the token, what is told of it) of each row of the columns."""
+    index, ranks, widths, top_ids = (
+        np.frombuffer(column, "<i4").tolist()
+        for column in (columns.index, columns.ranks, columns.widths, columns.top_ids)
+    )
+    logprobs, top_logprobs = (
+        np.frombuffer(column, "<f4").tolist() for column in (columns.logprobs, columns.top_logprobs)
+    )
+    top = list(zip(top_ids, top_logprobs, strict=True))
+    ends = np.cumsum([0, *widths]).tolist()
+    assert ends[-1] == len(top)
+    return [
+        (at, LogprobRow(value, rank, top[start:end]))
+        for at, value, rank, start, end in zip(index, logprobs, ranks, ends, ends[1:], strict=False)
+    ]
 
 
 class Harness:
@@ -103,6 +136,7 @@ class Harness:
         self.scheduler = Scheduler(options, self.kv_cache, max_model_len, (EOS,), VOCAB_SIZE, self.clock)
         self.table = self.scheduler.table
         self.in_flight: deque[StepInFlight] = deque()
+        self.masks: deque[GrammarMask | None] = deque()
         self.live: dict[tuple[int, int], Stream] = {}
         self._num_added = 0
         self._may_read_false = False
@@ -118,37 +152,63 @@ class Harness:
         handle: int | None = None,
         output: Sequence[int] = (),
         forced: dict[int, int] | None = None,
+        poison: int | None = None,
+        grammar: ScriptedMatcher | None = None,
+        compiled: bool = True,
+        num_sequences: int = 1,
         **fields: Any,
     ) -> Stream:
-        """`fields` are those of Sampling and EngineCoreRequest. Each request has a seed of its own unless told."""
+        """`fields` are those of Sampling and EngineCoreRequest. Each request has a seed of its own unless told.
+
+        A `grammar` is attached at once if it is `compiled`. `poison` is the first position whose computation
+        makes a step fail.
+        """
         self._num_added += 1
         handle = self._num_added if handle is None else handle
         sampling = {"seed": 1000 + self._num_added} | {key: fields.pop(key) for key in _SAMPLING_FIELDS & fields.keys()}
+        message_seed = sampling["seed"]
         message = EngineCoreRequest(
             handle=handle,
             prompt_token_ids=encode_ids(prompt),
             sampling=Sampling(**sampling),
             max_tokens=max_tokens,
             output_token_ids=encode_ids(output),
+            siblings=[Sibling(handle * 100 + i, message_seed * 100 + i) for i in range(1, num_sequences)],
+            grammar=None if grammar is None else GrammarSpec("regex", "scripted"),
             **fields,
         )
         if forced:
             self.worker.forced[message.sampling.seed] = forced
+        if poison is not None:
+            self.worker.poison_seeds[message.sampling.seed] = poison
         request = make_request(
             message, client, self.kv_cache.block_size, self.scheduler.max_model_len, now=self.clock.now
         )
-        stream = Stream(
-            client=client,
-            handle=handle,
-            prompt=list(prompt),
-            max_tokens=max_tokens,
-            sampling=message.sampling,
-            reference=Reference(prompt, message.sampling, forced, self.worker.weights),
-            request=request,
-            token_ids=list(output),
-        )
-        self.live[client, handle] = stream
+        stream, *siblings = [
+            Stream(
+                client=client,
+                handle=each.handle,
+                prompt=list(prompt),
+                max_tokens=max_tokens,
+                sampling=each.params.sampling,
+                reference=Reference(
+                    prompt,
+                    each.params.sampling,
+                    self.worker.forced.get(each.params.sampling.seed),
+                    self.worker.weights,
+                    None if grammar is None else grammar.copy(),
+                ),
+                request=each,
+                token_ids=list(output),
+                num_resumed=len(output),
+            )
+            for each in [request, *request.siblings]
+        ]
+        stream.siblings = siblings
+        self.live |= {(client, each.handle): each for each in [stream, *siblings]}
         self.scheduler.add(request)
+        if grammar is not None and compiled:
+            self.scheduler.attach_matcher(request, grammar)
         self.check()
         return stream
 
@@ -162,25 +222,28 @@ class Harness:
     def issue(self) -> SchedulerOutput | None:
         step = self.scheduler.schedule()
         if step is not None:
+            trial = {request.is_suspect for request in step.all_requests}
+            assert len(trial) == 1, f"suspects and others share {step}"
             self.worker.issue(step.output)
             self.in_flight.append(step)
+            self.masks.append(self.scheduler.grammar_mask(step))
         self.check()
         return None if step is None else step.output
 
     def land(self, *, fail: bool = False, before_update: Callable[[], None] = lambda: None) -> None:
-        step = self.in_flight.popleft()
+        step, mask = self.in_flight.popleft(), self.masks.popleft()
         if fail:
             self.worker.fail_steps.add(step.output.step_id)
-            self._may_read_false = True
         try:
             self.worker.execute(step.output)
-            token_ids = self.worker.sample().token_ids
+            output = self.worker.sample(mask)
         except InjectedError as error:
+            self._may_read_false = True
             before_update()
             self.scheduler.fail(step, str(error))
         else:
             before_update()
-            self.scheduler.update(step, token_ids)
+            self.scheduler.update(step, output)
         self.check()
 
     def step(self) -> bool:
@@ -249,13 +312,43 @@ class Harness:
             index = len(stream.token_ids)
             assert token_id == stream.reference[index], f"token {index} of {stream.request} differs from alone"
             stream.token_ids.append(token_id)
+        self._collect_logprobs(client, outputs)
         for finished in outputs.finished:
             stream = self.live.pop((client, finished.handle))
             stream.finished = finished
             self._check_end(stream)
 
+    def _collect_logprobs(self, client: int, outputs: EngineCoreOutputs) -> None:
+        if outputs.logprobs is not None:
+            tokens = columns(outputs)
+            seen: dict[int, int] = {}
+            places: list[int] = []  # of each token of the message, its index in the output
+            for handle, _ in reversed(tokens):
+                seen[handle] = seen.get(handle, 0) + 1
+                places.insert(0, len(self.live[client, handle].token_ids) - seen[handle])
+            for index, told in logprob_rows(outputs.logprobs):
+                handle, token_id = tokens[index]
+                stream = self.live[client, handle]
+                position = len(stream.prompt) + places[index]
+                self._check_logprob(told, position, token_id, stream.sampling.logprobs)
+                stream.logprobs.append(places[index])
+        for part in outputs.prompt_logprobs:
+            stream = self.live[client, part.handle]
+            for index, told in logprob_rows(part.columns):
+                position = part.offset + index
+                self._check_logprob(told, position, stream.prompt[position], stream.sampling.prompt_logprobs)
+                stream.prompt_logprobs.append(position)
+
+    def _check_logprob(self, told: LogprobRow, position: int, token_id: int, width: int | None) -> None:
+        assert (told.logprob, told.rank) == logprob(position, token_id)
+        assert told.top == [(token_id + i, -i) for i in range(width or 0)]
+
     def _check_end(self, stream: Stream) -> None:
-        """That the request ended where it should, if it ended by itself."""
+        """That the request ended where it should, if it ended by itself, and that all was told."""
+        told = list(range(stream.num_resumed, len(stream.token_ids))) if stream.sampling.logprobs is not None else []
+        assert stream.logprobs == told
+        if stream.sampling.prompt_logprobs is not None and len(stream.token_ids) > stream.num_resumed:
+            assert stream.prompt_logprobs == list(range(1, len(stream.prompt)))
         length = len(stream.token_ids)
         last = stream.token_ids[-1] if stream.token_ids else None
         match stream.reason:

@@ -7,8 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from core_proc.request import State
+from protos.errors import InvalidRequestError
+from protos.messages import Repetition
 from tests.core_proc.harness import Harness
-from tests.fakes import EOS, VOCAB_SIZE
+from tests.fakes import EOS, VOCAB_SIZE, ScriptedMatcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +29,7 @@ class RandomUser:
         "_issue": 36,
         "_land": 34,
         "_step": 10,
+        "_compile": 4,
         "_abort": 2,
         "_preempt": 2,
         "_pass_time": 2,
@@ -37,8 +40,8 @@ class RandomUser:
         "_new_weights": 0.5,
     }
 
-    def __init__(self, seed: int, depth: int, *, failures: bool = False) -> None:
-        self._name = f"{type(self).__name__}(seed={seed}, depth={depth}, failures={failures})"
+    def __init__(self, seed: int, depth: int, *, failures: bool = False, poison: bool = False) -> None:
+        self._name = f"{type(self).__name__}(seed={seed}, depth={depth}, failures={failures}, poison={poison})"
         self._random = random.Random(seed)
         rng = self._random
         self.harness = Harness(
@@ -49,7 +52,11 @@ class RandomUser:
             depth=depth,
         )
         self.streams: list[Stream] = []
+        self.guilty: list[Stream] = []
+        """Those that make steps fail, and those that wait for them."""
         self._failures = failures
+        self._poison = poison
+        self._compiling: list[tuple[Stream, ScriptedMatcher]] = []
         self._prefixes = [[rng.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(2)]
 
     def play(self, num_operations: int) -> None:
@@ -61,6 +68,8 @@ class RandomUser:
                 getattr(self, name)()
         with self._explained("coming to the end"):
             self._resume()
+            while self._compiling:
+                self._compile()
             self.harness.run_to_end()
 
     @contextmanager
@@ -81,9 +90,16 @@ class RandomUser:
         timers: dict[str, Any] = {
             name: rng.uniform(0, 30) for name in ("deadline", "time_limit", "queue_timeout") if rng.random() < 0.1
         }
+        grammar = ScriptedMatcher(rng.randrange(1 << 30), rng.choice([2, 6, 40])) if rng.random() < 0.2 else None
         stream = self.harness.add(
             prompt,
             max_tokens,
+            grammar=grammar,
+            compiled=False,
+            num_sequences=rng.choice([1, 1, 1, 1, 2, 3]),
+            logprobs=rng.choice([None, None, 0, 2]),
+            prompt_logprobs=rng.choice([None, None, None, None, 1]),
+            repetition=Repetition(1, 3, 2) if rng.random() < 0.1 else None,
             client=rng.randrange(2),
             forced={rng.randrange(max_tokens): rng.choice([EOS, 1])} if rng.random() < 0.5 else None,
             seed=rng.randrange(1 << 30),
@@ -95,7 +111,21 @@ class RandomUser:
             bypass_cache=rng.random() < 0.1,
             **timers,
         )
-        self.streams.append(stream)
+        self.streams += [stream, *stream.siblings]
+        if self._poison and rng.random() < 0.2:
+            family = [stream, *stream.siblings]
+            chosen = rng.choice(family)
+            self.harness.worker.poison_seeds[chosen.sampling.seed] = rng.randrange(len(prompt) + max_tokens)
+            self.guilty += family if chosen is stream else [chosen]
+        if grammar is not None:
+            self._compiling.append((stream, grammar))
+
+    def _compile(self) -> None:
+        if self._compiling:
+            stream, grammar = self._compiling.pop(self._random.randrange(len(self._compiling)))
+            broken = InvalidRequestError("constraint.regex", "is broken")
+            self.harness.scheduler.attach_matcher(stream.request, broken if self._random.random() < 0.1 else grammar)
+            self.harness.check()
 
     def _issue(self) -> None:
         if len(self.harness.in_flight) < self.harness.depth:

@@ -76,9 +76,33 @@ def test_stats_are_gauges_of_now_and_totals_since_start() -> None:
     harness.preempt(other)
     harness.abort(again, waiting)
     stats = harness.scheduler.stats(steps_in_flight=0)
-    assert (stats.preemptions, stats.aborted_tokens) == (1, 10)
+    # Of the ten tokens of `again`, eight came from the cache.
+    assert (stats.preemptions, stats.aborted_tokens) == (1, 2)
     harness.run_to_end()
     stats = harness.scheduler.stats(steps_in_flight=0)
     assert (stats.running, stats.waiting, stats.kv_usage) == (0, 0, 0.0)
     assert stats.output_tokens == 3 + 2 + 9
     assert first.reason is other.reason is FinishReason.MAX_TOKENS
+
+
+def test_request_that_a_stop_string_completed_was_not_given_up() -> None:
+    harness = Harness()
+    stream = harness.add(range(9), 9)
+    harness.step()
+    harness.scheduler.abort(stream.client, [stream.handle], stopped=True)
+    harness.check()
+    assert stream.reason is FinishReason.STOP_STRING
+    assert harness.scheduler.stats(0).aborted_tokens == 0
+
+
+def test_late_first_token_of_a_preempted_request_ends_its_prefill() -> None:
+    harness = Harness(depth=2)
+    stream = harness.add(range(9), 9)
+    harness.issue()
+    harness.preempt(stream)
+    harness.clock.now = 3.0
+    harness.land()
+    harness.clock.now = 5.0
+    harness.abort(stream)
+    assert stream.finished is not None
+    assert (stream.finished.prefill_seconds, stream.finished.decode_seconds) == (3.0, 2.0)

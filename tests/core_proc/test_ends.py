@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from protos.messages import FinishReason
+from core_proc.intake import repeats
+from protos.messages import FinishReason, Repetition
 from tests.core_proc.harness import Harness
 from tests.fakes import EOS
 
@@ -90,3 +92,33 @@ def test_min_tokens_counts_output_made_before_a_preemption() -> None:
 def test_length_ends_even_below_min_tokens() -> None:
     assert end_of(Harness(), min_tokens=50, max_tokens=3) == (FinishReason.MAX_TOKENS, -1, 3)
     assert end_of(Harness(num_blocks=3), min_tokens=50, max_tokens=60) == (FinishReason.CONTEXT_FULL, -1, 2)
+
+
+@pytest.mark.parametrize(
+    ("output", "ends"),
+    [
+        ([5, 5, 5], True),
+        ([1, 5, 5], False),
+        ([5, 5], False),
+        ([1, 2, 1, 2, 1, 2], True),
+        ([9, 1, 2, 1, 2, 1, 2], True),
+        ([2, 1, 2, 1, 2], False),
+        ([1, 2, 3, 1, 2, 3, 1, 2, 3], False),
+        ([], False),
+    ],
+)
+def test_repetition_of_a_pattern_of_one_or_two_tokens_three_times(output: list[int], ends: bool) -> None:
+    assert repeats(np.array(output, np.int32), Repetition(min_size=1, max_size=2, count=3)) is ends
+
+
+def test_shorter_patterns_than_asked_for_do_not_end_a_request() -> None:
+    assert not repeats(np.array([5] * 5, np.int32), Repetition(min_size=2, max_size=2, count=3))
+    assert repeats(np.array([5] * 6, np.int32), Repetition(min_size=2, max_size=2, count=3))
+
+
+def test_repetition_ends_a_request_and_looks_at_its_output_alone() -> None:
+    harness = Harness()
+    stream = harness.add([7, 7, 7], 9, forced={0: 7, 1: 7, 2: 7}, repetition=Repetition(1, 1, 3))
+    harness.run_to_end()
+    assert stream.reason is FinishReason.REPETITION
+    assert stream.token_ids == [7, 7, 7]

@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from core_proc.engine_core import EngineCore
+from core_proc.engine_core import MAX_FAILED_STEPS, EngineCore
 from core_proc.request import make_request
 from gpu_executor.uniproc import UniprocExecutor
 from protos.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from protos.messages import EngineCoreRequest, FinishReason, Sampling
-from protos.step import ModelRunnerOutput
+from protos.step import GrammarMask, ModelRunnerOutput
 from tests.core_proc.harness import columns, encode_ids
 from tests.fakes import EOS, PagedFakeWorker, expected_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from protos.step import GrammarMask
 
 CONFIG = EngineConfig(cache=CacheOptions(block_size=4), scheduler=SchedulerOptions(max_num_batched_tokens=16))
 
@@ -109,7 +111,9 @@ def test_aborts_count_before_the_failure_of_the_step_that_ran(engine: Engine) ->
     engine.add(1, range(6))
     engine.add(2, range(6))
     engine.step(lambda: engine.core.scheduler.abort(0, [1]))
-    assert engine.ends == {1: FinishReason.ABORTED, 2: FinishReason.ERROR}
+    assert engine.ends == {1: FinishReason.ABORTED}
+    engine.run()
+    assert engine.ends == {1: FinishReason.ABORTED, 2: FinishReason.MAX_TOKENS}, "the guilty one may be the other"
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -125,13 +129,50 @@ def test_failing_step_ends_its_requests_and_the_engine_goes_on(depth: int) -> No
     assert engine.tokens[2] == expected_tokens(range(6), 5, seed=2)
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_each_failing_step_is_logged_once_and_only_the_guilty_request_ends(
+    depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(depth, num_blocks=65)
+    engine.worker.poison_seeds[3] = 8
+    for handle in range(6):
+        engine.add(handle, range(handle, handle + 6))
+    engine.run()
+    engine.core.shutdown()
+    assert engine.ends == dict.fromkeys(range(6), FinishReason.MAX_TOKENS) | {3: FinishReason.ERROR}
+    for handle in range(6):
+        expected = expected_tokens(range(handle, handle + 6), 5, seed=handle)
+        assert engine.tokens[handle] == (expected[:3] if handle == 3 else expected)
+    logged = [record for record in caplog.records if record.exc_info]
+    assert len(logged) == engine.worker.num_failed <= depth + 4
+
+
+def test_workers_whose_every_step_fails_are_given_up(engine: Engine) -> None:
+    engine.worker.fail_steps |= set(range(10_000))
+    for handle in range(1000):
+        engine.add(handle, range(6))
+    with pytest.raises(RuntimeError, match=f"{MAX_FAILED_STEPS} steps failed in a row"):
+        engine.run()
+    assert engine.worker.num_failed == MAX_FAILED_STEPS
+
+
+def test_failing_steps_between_others_are_not_counted_against_the_workers(engine: Engine) -> None:
+    engine.add(0, range(6), 50)
+    for handle in range(1, 2 * MAX_FAILED_STEPS):
+        engine.worker.poison_seeds[handle] = 0
+        engine.add(handle, range(6))
+    engine.run()
+    assert engine.worker.num_failed > MAX_FAILED_STEPS
+    assert engine.tokens[0] == expected_tokens(range(6), 50, seed=0)
+
+
 class MiscountingWorker(PagedFakeWorker):
     """Forgets a token of its first step, or draws one too many."""
 
     wrong = -1
 
-    def sample(self) -> ModelRunnerOutput:
-        output = super().sample()
+    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
+        output = super().sample(mask)
         if output.step_id:
             return output
         return ModelRunnerOutput(0, np.resize(output.token_ids, len(output.token_ids) + self.wrong))
@@ -145,10 +186,11 @@ def test_wrong_number_of_tokens_is_a_failed_step(wrong: int) -> None:
     engine.add(1, range(3))
     engine.add(2, range(3))
     engine.step()
-    assert engine.ends == {1: FinishReason.ERROR, 2: FinishReason.ERROR}
-    engine.add(3, range(6))
+    assert not engine.tokens
     engine.run()
-    assert engine.tokens[3] == expected_tokens(range(6), 5, seed=3)
+    for handle in (1, 2):
+        assert engine.tokens[handle] == expected_tokens(range(3), 5, seed=handle)
+    assert engine.worker.num_failed == 0, "it was the step's result that was wrong"
 
 
 def test_null_model_draws_the_same_tokens_alone_and_after_a_preemption() -> None:

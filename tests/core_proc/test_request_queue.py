@@ -57,6 +57,19 @@ def test_request_put_back_is_served_before_later_ones() -> None:
     assert queue.peek() is first
 
 
+def test_request_put_back_to_be_held_is_not_served_by_the_place_it_had() -> None:
+    queue = RequestQueue()
+    first, second = request(0), request(1)
+    queue.push(first)
+    queue.push(second)
+    queue.remove(second)
+    queue.hold(second)
+    queue.remove(first)
+    assert queue.peek() is None
+    queue.release(second)
+    assert queue.peek() is second
+
+
 def test_requests_that_leave_from_behind_are_not_kept_for_ever() -> None:
     queue = RequestQueue()
     queue.push(request(0, priority=-1))
@@ -88,3 +101,22 @@ def test_queue_equals_a_sorted_list_under_random_operations(seed: int) -> None:
         assert len(queue) == len(model)
         assert set(queue) == set(model)
     assert drain(queue) == [each.key for each in model]
+
+
+def test_held_requests_wait_without_being_served_until_they_are_released() -> None:
+    queue = RequestQueue()
+    requests = [request(arrival) for arrival in range(6)]
+    for each in requests:
+        (queue.hold if each.arrival in (0, 2, 5) else queue.push)(each)
+    assert (len(queue), queue.num_ready) == (6, 3)
+    assert queue.position(requests[3]) == 3
+    assert queue.peek() is requests[1]
+    queue.remove(requests[5])
+    assert (len(queue), queue.num_ready) == (5, 3)
+    queue.release(requests[2])
+    queue.release(requests[0])
+    queue.release(requests[5])
+    queue.release(requests[1])
+    assert (len(queue), queue.num_ready) == (5, 5)
+    assert drain(queue) == [(0, arrival) for arrival in range(5)]
+    assert queue.peek() is None

@@ -72,7 +72,7 @@ def test_late_token_out_of_place_ends_one_request() -> None:
     assert second.token_ids == second.expected(9)
 
 
-@pytest.mark.parametrize("token_id", [-1, 256, 1 << 30])
+@pytest.mark.parametrize("token_id", [-2, 256, 1 << 30])
 @pytest.mark.parametrize("late", [False, True], ids=["in its row", "preempted"])
 def test_token_outside_the_vocabulary_ends_one_request(token_id: int, late: bool) -> None:
     harness, first, second = in_flight(2, 1)
@@ -80,9 +80,9 @@ def test_token_outside_the_vocabulary_ends_one_request(token_id: int, late: bool
         harness.preempt(first)
     step = harness.in_flight.popleft()
     harness.worker.execute(step.output)
-    token_ids = harness.worker.sample().token_ids
-    token_ids[step.requests.tolist().index(first.request)] = token_id
-    harness.scheduler.update(step, token_ids)
+    output = harness.worker.sample()
+    output.token_ids[step.requests.tolist().index(first.request)] = token_id
+    harness.scheduler.update(step, output)
     harness.check()
     assert first.reason is FinishReason.ERROR
     assert first.state is State.FINISHED
@@ -131,7 +131,7 @@ def test_decoding_row_is_looked_at_by_itself_only_for_a_block_or_an_end(monkeypa
         monkeypatch.setattr(owner, name, counting)
 
     count(harness.kv_cache, "grow")
-    count(harness.scheduler, "_finish_if_ended")
+    count(harness.scheduler._intake, "_finish_if_ended")
     harness.run_to_end()
     assert (looks.count("grow"), looks.count("_finish_if_ended")) == (3, 1)
 

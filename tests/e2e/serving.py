@@ -30,7 +30,12 @@ async def serving(*, server: dict[str, Any] | None = None, max_queued_requests: 
     """(AsyncLLM, stub, channel) of a server in this process, with scripted tokens unless a model is named."""
     config = build(EngineConfig, **({"model": "null"} | engine))
     options = ServerOptions(**({"listen": "127.0.0.1:0"} | (server or {})))
-    async with await AsyncLLM.start(config, max_queued_requests=max_queued_requests) as llm:
+    async with await AsyncLLM.start(
+        config,
+        max_queued_requests=max_queued_requests,
+        max_core_restarts=options.max_core_restarts,
+        hang_timeout=options.hang_timeout,
+    ) as llm:
         grpc_server = Server(llm, options)
         await grpc_server.start()
         try:

@@ -7,7 +7,10 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
+from async_engine.attach_sink import Piece
+from async_engine.outputs import Extra
 from protos.tailrace.v1 import generation_pb2 as pb
+from tests.async_engine.test_stream import make_logprobs
 from tests.e2e.serving import run, serving, until
 
 ENDLESS = 30_000
@@ -205,7 +208,7 @@ def test_credit_bounds_what_is_sent_and_nothing_is_lost(plain):
             frames = aiter(call)
             while "summary" not in requests.events["free"]:
                 requests.take(await anext(frames))
-            await until(lambda: not llm.output_processor.states)  # the core has made all of it
+            await until(lambda: not llm.output_processor.sequences)  # the core has made all of it
             held = len(requests.ids["a"])
             await call.write(pb.AttachRequest(credit=pb.Credit(request_id="a", tokens=5)))
             while len(requests.ids["a"]) < 8:
@@ -232,7 +235,7 @@ def test_cancelling_the_call_aborts_all_its_requests():
                 await call.write(submit(f"r{i}", max_tokens=ENDLESS))
             await until(lambda: llm.num_live == 10)
             call.cancel()
-            await until(lambda: llm.num_live == 0 and not llm.output_processor.states)
+            await until(lambda: llm.num_live == 0 and not llm.output_processor.sequences)
             assert await llm.core.call("reset_prefix_cache") == [1]
 
     run(main)
@@ -245,7 +248,7 @@ def test_a_reader_that_never_reads_is_bounded_and_the_call_ends_with_it():
             for i in range(8):
                 await call.write(submit(f"r{i}", max_tokens=5_000))
             await until(lambda: llm.num_live == 8)
-            await until(lambda: not llm.output_processor.states)
+            await until(lambda: not llm.output_processor.sequences)
             call.cancel()
             await until(lambda: llm.num_live == 0)
 
@@ -290,3 +293,180 @@ def test_commands_and_frames_interleave_while_requests_come_and_go():
     for i in range(200):
         assert len(requests.ids[f"r{i}"]) == 1 + i % 9
         assert requests.events[f"r{i}"][-1] == "summary"
+
+
+def test_credit_lets_text_go_with_its_tokens():
+    async def main():
+        async with serving() as (_, stub, _):
+            call = stub.Attach()
+            await call.write(submit("a", max_tokens=12, output=pb.OutputOptions(initial_credit=3)))
+            requests, seen = Requests(), []
+            frames = aiter(call)
+            while "summary" not in requests.events["a"]:
+                requests.take(await anext(frames))
+                if len(requests.ids["a"]) == 3 * (len(seen) + 1):
+                    seen.append((len(requests.ids["a"]), len(requests.text["a"])))
+                    await call.write(pb.AttachRequest(credit=pb.Credit(request_id="a", tokens=3)))
+            await call.done_writing()
+            return seen
+
+    assert run(main) == [(n, n) for n in (3, 6, 9, 12)]
+
+
+def test_several_sequences_and_log_probabilities_are_events():
+    async def main():
+        async with serving() as (_, stub, _):
+            call = stub.Attach()
+            await call.write(submit("n", max_tokens=5, num_sequences=3))
+            output = pb.OutputOptions(text=False, logprobs=1, prompt_logprobs=0)
+            await call.write(submit("l", "prompt", max_tokens=5, output=output))
+            await call.done_writing()
+            return [frame async for frame in call]
+
+    frames = run(main)
+    assert not any(frame.HasField("tokens") for frame in frames)
+    events = [event for frame in frames for event in frame.events]
+    parts = [part for event in events if event.request_id == "n" for part in event.delta.sequences]
+    assert [sum(len(part.token_ids) for part in parts if part.index == index) for index in range(3)] == [5, 5, 5]
+    of_l = [event for event in events if event.request_id == "l"]
+    told = [value for event in of_l for value in event.started.prompt_logprobs.logprobs]
+    assert len(told) == of_l[0].started.prompt_tokens - 1
+    assert sum(len(part.logprobs.logprobs) for event in of_l for part in event.delta.sequences) == 5
+    assert [event.WhichOneof("event") for event in of_l][-1] == "summary"
+
+
+def test_coalesced_output_comes_in_as_few_events():
+    async def main():
+        async with serving(null_step_ms=1) as (_, stub, _):
+            output = pb.OutputOptions(text=False, coalesce_tokens=4)
+            call = stub.Attach()
+            await call.write(submit("a", max_tokens=9, output=output))
+            await call.done_writing()
+            return [frame async for frame in call]
+
+    parts = [part for frame in run(main) for event in frame.events for part in event.delta.sequences]
+    assert [len(part.token_ids) for part in parts] == [1, 4, 4]
+
+
+def test_endless_request_id_fails_alone():
+    async def main():
+        async with serving() as (_, stub, _):
+            return await attach(stub, submit("x" * 3_000_000), submit("good"))
+
+    requests = run(main)
+    assert requests.events["good"][-1] == "summary"
+    (name,) = requests.status
+    assert name == "x" * 256
+
+
+def test_backlog_of_many_requests_comes_in_frames_that_clients_accept():
+    async def main():
+        async with serving(max_num_seqs=64) as (llm, stub, _):
+            call = stub.Attach()
+            for i in range(60):
+                await call.write(submit(f"r{i}", max_tokens=20_000))
+                await call.write(submit(f"t{i}", max_tokens=2_000, plain=False))
+            await call.done_writing()
+            await until(lambda: llm.num_live == 120)
+            await until(lambda: not llm.output_processor.sequences)
+            frames = [frame async for frame in call]
+            requests = Requests()
+            for frame in frames:
+                requests.take(frame)
+            return frames, requests
+
+    frames, requests = run(main)
+    assert max(frame.ByteSize() for frame in frames) < 2 << 20
+    assert [len(requests.ids[f"r{i}"]) for i in range(60)] == [20_000] * 60
+    assert [len(requests.text[f"t{i}"]) for i in range(60)] == [2_000] * 60
+
+
+def test_log_probabilities_of_long_prompts_and_many_sequences_come_in_frames_that_clients_accept():
+    async def main():
+        async with serving(max_num_seqs=64, max_num_batched_tokens=8192) as (_, stub, _):
+            call = stub.Attach()
+            ids = pb.TokenIds(ids=range(128))
+            output = pb.OutputOptions(text=False, prompt_logprobs=128, logprob_token_ids=ids)
+            await call.write(submit("p", "x" * 5_000, max_tokens=1, output=output))
+            output = pb.OutputOptions(text=False, logprobs=128, coalesce_tokens=200)
+            await call.write(submit("n", num_sequences=64, max_tokens=201, output=output))
+            await call.done_writing()
+            return [frame async for frame in call]
+
+    frames = run(main)
+    assert max(frame.ByteSize() for frame in frames) < 3 << 20
+    events = [event for frame in frames for event in frame.events]
+    pieces = [event.started.prompt_logprobs for event in events if event.started.prompt_logprobs.logprobs]
+    offset = 1
+    for piece in pieces:
+        assert piece.offset == offset
+        offset += len(piece.logprobs)
+    assert offset == 5_001
+    parts = [part for event in events if event.request_id == "n" for part in event.delta.sequences]
+    assert sum(len(part.logprobs.logprobs) for part in parts) == 64 * 201
+
+
+def test_output_cut_by_credit_keeps_text_back_and_log_probabilities_with_their_tokens():
+    piece = Piece(None, [1, 2, 3], "abc", Extra(make_logprobs([1, 2, 3]), "hm"))
+    head = piece.split(1)
+    assert head == Piece(None, [1], "", Extra(make_logprobs([1])))
+    assert piece == Piece(None, [2, 3], "abc", Extra(make_logprobs([2, 3]), "hm"))
+
+
+def test_credit_lets_log_probabilities_go_with_their_tokens():
+    async def main():
+        async with serving() as (_, stub, _):
+            call = stub.Attach()
+            await call.write(submit("a", max_tokens=9, output=pb.OutputOptions(logprobs=1, initial_credit=3)))
+            parts = []
+            async for frame in call:
+                for event in frame.events:
+                    parts += event.delta.sequences
+                if sum(len(part.token_ids) for part in parts) == 3:
+                    await call.write(pb.AttachRequest(credit=pb.Credit(request_id="a", tokens=6)))
+                    await call.done_writing()
+            return parts
+
+    parts = run(main)
+    assert [len(part.logprobs.logprobs) for part in parts] == [len(part.token_ids) for part in parts]
+    assert sum(len(part.token_ids) for part in parts) == 9
+
+
+@pytest.mark.parametrize("credit", [None, 100])
+@pytest.mark.parametrize("plain", [True, False])
+def test_resumed_request_goes_on_at_its_offset(plain, credit):
+    async def main():
+        async with serving() as (_, stub, _):
+            requests = Requests()
+            requests.ids["a"] = [97, 98]  # `Requests` compares the offset of each delta with what it has
+            output = pb.OutputOptions(text=not plain, initial_credit=credit)
+            resumed = submit("a", max_tokens=6, output=output, resume_from=pb.TokenIds(ids=[97, 98]))
+            return await attach(stub, resumed, requests=requests)
+
+    requests = run(main)
+    assert len(requests.ids["a"]) == 6
+    assert requests.events["a"][-1] == "summary"
+
+
+def test_second_use_of_an_id_on_a_call_is_refused_and_the_first_goes_on():
+    async def main():
+        async with serving(null_step_ms=1) as (llm, stub, _):
+            call = stub.Attach()
+            await call.write(submit("same", max_tokens=ENDLESS, plain=False))
+            await call.write(submit("same", plain=False))
+            kinds = []
+            async for frame in call:
+                kinds += [event.WhichOneof("event") for event in frame.events]
+                if "status" in kinds and kinds[-1] == "delta":
+                    break  # it still brings something
+            assert llm.num_live == 1
+            await call.write(pb.AttachRequest(cancel="same"))
+            await call.done_writing()
+            async for frame in call:
+                kinds += [event.WhichOneof("event") for event in frame.events]
+            assert llm.num_live == 0
+            return kinds
+
+    kinds = run(main)
+    assert kinds.count("status") == 1
+    assert kinds[-1] == "summary"

@@ -10,6 +10,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from protos.errors import UnavailableError
 from protos.tailrace.v1 import generation_pb2 as pb
+from protos.tailrace.v1 import generation_pb2_grpc
 from tests.e2e.serving import run, serving, stream_request, until
 
 ENDLESS = 30_000
@@ -50,7 +51,7 @@ async def assert_works(llm, stub):
     """The next request is fine and nothing of the others is left."""
     response = await stub.Generate(pb.GenerateRequest(spec=stream_request("next").spec))
     assert response.summary.output_tokens == 4
-    await until(lambda: llm.num_live == 0 and not llm.output_processor.states)
+    await until(lambda: llm.num_live == 0 and not llm.output_processor.sequences)
     assert await llm.core.call("reset_prefix_cache") == [1], "a block is still held"
 
 
@@ -79,21 +80,38 @@ def test_a_stream_starts_with_started_and_ends_with_a_summary():
     assert sequence.finish.reason == pb.FINISH_REASON_MAX_TOKENS
 
 
-def test_text_and_ids_agree_in_stream_and_unary_call():
+@pytest.mark.parametrize("end", ["length", "stop string", "stop id"])
+def test_text_ids_finish_and_usage_agree_in_stream_and_unary_call(end):
     async def main():
         async with serving() as (_, stub, _):
             sampling = pb.SamplingOptions(seed=7)
             request = stream_request("abc", 20, sampling=sampling)
-            parts = [m.delta.sequences[0] async for m in stub.GenerateStream(request) if m.HasField("delta")]
+            output = (await stub.Generate(pb.GenerateRequest(spec=request.spec))).output.sequences[0]
+            if end == "stop string":
+                request.spec.stop.strings.append(output.text[8:10])
+            elif end == "stop id":
+                request.spec.stop.token_ids.append(output.token_ids[8])
+            messages = [message async for message in stub.GenerateStream(request)]
             answer = await stub.Generate(pb.GenerateRequest(spec=request.spec))
-            return parts, answer
+            return messages, answer
 
-    parts, answer = run(main)
+    messages, answer = run(main)
+    parts = [message.delta.sequences[0] for message in messages if message.HasField("delta")]
+    summary = messages[-1].summary
     (whole,) = answer.output.sequences
     assert "".join(part.text for part in parts) == whole.text == bytes(whole.token_ids).decode()
     assert [i for part in parts for i in part.token_ids] == list(whole.token_ids)
     assert parts[-1].finish == whole.finish
-    assert answer.summary.output_tokens == 20
+    for field in ("prompt_tokens", "output_tokens", "preemptions"):
+        assert getattr(summary, field) == getattr(answer.summary, field)
+    assert (
+        pb.FinishReason.Name(whole.finish.reason)
+        == {
+            "length": "FINISH_REASON_MAX_TOKENS",
+            "stop string": "FINISH_REASON_STOP_STRING",
+            "stop id": "FINISH_REASON_STOP_TOKEN",
+        }[end]
+    )
 
 
 def test_same_seed_same_tokens_and_the_drawn_seed_repeats_them():
@@ -172,7 +190,7 @@ def test_a_client_that_disconnects_frees_its_requests():
             assert llm.num_live == 3
             await channel.close()
             await until(lambda: llm.num_live == 0)
-            await until(lambda: not llm.output_processor.states)
+            await until(lambda: not llm.output_processor.sequences)
             assert await llm.core.call("reset_prefix_cache") == [1]
 
     run(main)
@@ -257,13 +275,20 @@ def test_queue_timeout_is_resource_exhausted():
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("prompt", {"token_ids": pb.TokenIds()}),
-        ("prompt", {"token_ids": pb.TokenIds(ids=[1] * 600)}),
+        ("token_ids", {"token_ids": pb.TokenIds()}),
+        ("token_ids", {"token_ids": pb.TokenIds(ids=[1] * 600)}),
         ("text", {"text": "x" * 100_000}),
         ("token_ids", {"token_ids": pb.TokenIds(ids=[1, 258])}),
         ("sampling.temperature", {"sampling": pb.SamplingOptions(temperature=-0.5)}),
         ("sampling.temperature", {"sampling": pb.SamplingOptions(temperature=float("nan"))}),
         ("sampling.top_p", {"sampling": pb.SamplingOptions(top_p=0)}),
+        ("sampling.logit_bias", {"sampling": pb.SamplingOptions(logit_bias={4_000_000_000: 1.0})}),
+        ("sampling.presence_penalty", {"sampling": pb.SamplingOptions(presence_penalty=float("nan"))}),
+        ("sampling.allowed_token_ids", {"sampling": pb.SamplingOptions(allowed_token_ids=pb.TokenIds())}),
+        ("num_sequences", {"num_sequences": 4_000_000_000}),
+        ("output.logprobs", {"output": pb.OutputOptions(logprobs=4_000_000_000)}),
+        ("output.tool_format", {"output": pb.OutputOptions(tool_format="nonsense")}),
+        ("stop.repetition", {"stop": pb.StopOptions(repetition=pb.RepetitionStop(count=4_000_000_000))}),
         ("sampling.min_p", {"sampling": pb.SamplingOptions(min_p=float("inf"))}),
         ("stop.max_tokens", {"stop": pb.StopOptions(max_tokens=0)}),
         ("stop.strings", {"stop": pb.StopOptions(strings=[""])}),
@@ -317,7 +342,7 @@ def test_more_requests_than_may_wait_are_resource_exhausted_with_retry_info():
             error = await failure(stub.GenerateStream(stream_request("y")))
             for call in calls:
                 call.cancel()
-            await until(lambda: llm.num_live == 0)
+            await until(lambda: llm.num_live == 0 and not llm.output_processor.sequences)
             await assert_works(llm, stub)
             return error
 
@@ -348,14 +373,22 @@ def test_two_thousand_streams_of_one_client_are_all_answered():
 
 def test_a_client_that_never_reads_holds_bounded_memory_and_delays_nobody():
     async def main():
-        async with serving() as (llm, stub, _):
-            never_read = [stub.GenerateStream(stream_request(f"{i}", 6_000, request_id=f"r{i}")) for i in range(4)]
+        async with (
+            serving() as (llm, stub, channel),
+            # A client whose window does not grow by itself.
+            grpc.aio.insecure_channel(channel.address, options=[("grpc.http2.bdp_probe", 0)]) as other,
+        ):
+            bulky = pb.OutputOptions(logprobs=5)  # more than the transport takes without a reader
+            call = generation_pb2_grpc.GenerationServiceStub(other).GenerateStream
+            never_read = [call(stream_request(f"{i}", 20_000, request_id=f"r{i}", output=bulky)) for i in range(4)]
             await until(lambda: llm.num_live == 4)
             start = time.monotonic()
             await stub.Generate(pb.GenerateRequest(spec=stream_request("other", 50).spec))
             took = time.monotonic() - start
             # The core finishes all four: what is unread waits merged, in one delta each.
-            await until(lambda: not llm.output_processor.states)
+            await until(lambda: not llm.output_processor.sequences)
+            unread = [len(llm._live[f"r{i}"].sink.sequence(0)._token_ids) for i in range(4)]
+            assert min(unread) > 10_000, "they went into the transport's buffers instead"
             for call in never_read:
                 call.cancel()
             await until(lambda: llm.num_live == 0)

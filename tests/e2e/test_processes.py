@@ -1,5 +1,6 @@
 """Processes and signals: how the server starts, ends and dies, with the command users run."""
 
+import json
 import os
 import select
 import signal
@@ -72,8 +73,9 @@ def test_the_ready_line_says_where_and_what():
     with ServerProcess(*NULL, "--max-model-len", "1000") as server:
         server.wait_ready()
         (line,) = server.lines
-        for part in ("127.0.0.1:", "null", "KV cache", "context 1000", " s"):
+        for part in ("127.0.0.1:", "null, scripted tokens", "KV cache", "context 1000", " s"):
             assert part in line
+        assert "weights" not in line
         assert server.stop() == 0
 
 
@@ -81,9 +83,16 @@ def test_the_ready_line_says_where_and_what():
     ("arguments", "problem"),
     [
         (["/no/such/model"], "no such file or directory"),
-        (["null", "--max-num-seqs", "0"], "max_num_seqs"),
-        (["null", "--block-size", "12"], "block_size"),
-        (["null", "--listen", "256.0.0.1:1"], "cannot listen on 256.0.0.1:1"),
+        (["null", "--max-num-seqs", "0"], "--max-num-seqs must be at least 1, not 0"),
+        (["null", "--block-size", "12"], "--block-size must be a multiple of 8, not 12"),
+        (["/no/such/model", "--listen", "256.0.0.1:1"], "cannot listen on 256.0.0.1:1: "),
+        (["/no/such/model", "--listen", "127.0.0.1:999999"], "--listen: port must be 0-65535"),
+        (["/no/such/model", "--listen", "127.0.0.1:-1"], "--listen: port must be 0-65535"),
+        (["/no/such/model", "--listen", "somewhere"], "--listen must be HOST:PORT or unix:PATH, not 'somewhere'"),
+        (["/no/such/model", "--listen", "a..b:1"], "--listen: no host can have the name of 'a..b:1'"),
+        (["/no/such/model", "--listen", "unix:/no/such/socket"], "No such file or directory; choose another --listen"),
+        (["/no/such/model", "--metrics-listen", ":65536"], "--metrics-listen: port must be 0-65535"),
+        (["/no/such/model", "--metrics-listen", "unix:/tmp/x"], "--metrics-listen must be HOST:PORT, not"),
     ],
 )
 def test_a_start_that_fails_says_why_in_one_line_and_leaves_no_orphan(arguments, problem):
@@ -109,10 +118,21 @@ def test_a_port_in_use_is_one_clear_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with ServerProcess("null", "--listen", f"127.0.0.1:{taken.getsockname()[1]}") as server:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        # No model is looked for before that is known.
+        with ServerProcess("/no/such/model", "--listen", address) as server:
             _, errors = server.process.communicate(timeout=60)
     assert server.process.returncode == 2
-    assert "choose another --listen" in errors.strip().splitlines()[-1]
+    assert errors == f"tailrace: cannot listen on {address}; is it in use? choose another --listen\n"
+
+
+@pytest.mark.parametrize("listen", [":0", "[::1]:0", "unix:{}/socket"])
+def test_addresses_that_are_served(listen, tmp_path):
+    with ServerProcess("null", "--listen", listen.format(tmp_path)) as server:
+        address = server.wait_ready().address
+        assert address.startswith(listen.format(tmp_path).replace(":0", ":") if listen != ":0" else "0.0.0.0:")
+        Streams(address, 1, max_tokens=3).join()
+        assert server.stop() == 0
 
 
 def test_sigterm_drains_then_aborts_and_every_process_is_gone():
@@ -139,8 +159,9 @@ def test_sigint_twice_ends_at_once():
         assert wait_gone([server.process.pid], 0.3) == [server.process.pid]
         server.process.send_signal(signal.SIGINT)
         assert streams.join() == [grpc.StatusCode.UNAVAILABLE]
-        server.process.communicate(timeout=10)
+        _, errors = server.process.communicate(timeout=10)
         assert server.process.returncode == 0
+        assert "INFO draining 1 requests, at most 60 s; Ctrl-C again to stop now\n" in errors
 
 
 def test_a_signal_while_starting_stops_the_start():
@@ -153,8 +174,29 @@ def test_a_signal_while_starting_stops_the_start():
         assert wait_gone([core], 10) == []
 
 
+def test_a_json_log_has_one_object_per_line():
+    with ServerProcess(*NULL, "--null-step-ms", "2", "--drain-timeout", "0.1", "--log-format", "json") as server:
+        server.wait_ready()
+        streams = Streams(server.address, 1)
+        server.process.send_signal(signal.SIGTERM)
+        streams.join()
+        _, errors = server.process.communicate(timeout=10)
+    draining, request = map(json.loads, errors.splitlines())
+    assert draining["message"].startswith("draining 1 requests")
+    assert request["finish"] == "error"
+    assert all(line["level"] == "INFO" and line["time"].endswith("+00:00") for line in (draining, request))
+
+
+def test_a_quiet_log():
+    with ServerProcess(*NULL, "--log-level", "warning") as server:
+        server.wait_ready()
+        Streams(server.address, 1, max_tokens=3).join()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.communicate(timeout=10)[1] == ""
+
+
 def test_the_death_of_the_core_fails_its_streams_as_unavailable_and_leaves_nothing(shared_memory_before):
-    with ServerProcess(*NULL, "--null-step-ms", "2") as server:
+    with ServerProcess(*NULL, "--null-step-ms", "2", "--max-core-restarts", "0") as server:
         server.wait_ready()
         core = server.core_pid
         streams = Streams(server.address, 4)
@@ -163,6 +205,20 @@ def test_the_death_of_the_core_fails_its_streams_as_unavailable_and_leaves_nothi
         _, errors = server.process.communicate(timeout=10)
         assert server.process.returncode == 1
         assert "SIGKILL" in errors
+    assert set(os.listdir("/dev/shm")) == shared_memory_before
+
+
+def test_a_core_that_was_killed_is_replaced_and_nothing_is_left_of_either(shared_memory_before):
+    with ServerProcess(*NULL, "--null-step-ms", "2") as server:
+        server.wait_ready()
+        first = server.core_pid
+        streams = Streams(server.address, 4, max_tokens=2_000)
+        os.kill(first, signal.SIGKILL)
+        assert streams.join() == ["summary"] * 4
+        second = server.core_pid
+        assert second != first
+        assert server.stop() == 0
+        assert wait_gone([first, second], 10) == []
     assert set(os.listdir("/dev/shm")) == shared_memory_before
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from async_engine.request_log import Fields, JsonFormatter
 from async_engine.server import channel_options
 from protos.config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
@@ -84,6 +86,28 @@ def test_reflection_describes_the_service(version):
     services, file = run(main)
     assert SERVICE in {service.name for service in services.list_services_response.service}
     assert any(b"GenerateStream" in data for data in file.file_descriptor_response.file_descriptor_proto)
+
+
+def test_every_service_that_reflection_lists_is_described():
+    """buf lists services by asking for the descriptor of each."""
+
+    async def main():
+        async with serving() as (_, _, channel):
+            call = channel.stream_stream(
+                "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )()
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            services = [service.name for service in (await call.read()).list_services_response.service]
+            for name in services:
+                await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name))
+            await call.done_writing()
+            return services, [(await call.read()).WhichOneof("message_response") for _ in services]
+
+    services, answers = run(main)
+    assert SERVICE in services
+    assert answers == ["file_descriptor_response"] * len(services)
 
 
 def test_channel_options_are_spelt_as_the_library_spells_them():
@@ -172,12 +196,13 @@ def test_metrics_count_requests_tokens_and_prefix_hits():
     assert values["tailrace_prefix_hits_total"] == "64.0"
     assert values["tailrace_time_to_first_token_seconds_count"] == "2.0"
     assert values["tailrace_running"] == "0.0"
+    assert not any("_created" in name for name in values)
 
 
 @pytest.mark.parametrize("with_text", [False, True])
 def test_one_log_line_per_request_without_its_text_unless_asked(caplog, with_text):
     async def main():
-        server = {"log_format": "json", "log_prompts": with_text}
+        server = {"log_prompts": with_text}
         async with serving(server=server) as (llm, stub, _):
             await stub.Generate(pb.GenerateRequest(spec=stream_request("secret words", 3, request_id="r1").spec))
             await until(lambda: llm.num_live == 0)
@@ -185,6 +210,39 @@ def test_one_log_line_per_request_without_its_text_unless_asked(caplog, with_tex
     with caplog.at_level(logging.INFO, logger="tailrace.request"):
         run(main)
     (record,) = [record for record in caplog.records if record.name == "tailrace.request"]
-    fields = json.loads(record.getMessage())
+    line = JsonFormatter().format(record)
+    fields = json.loads(line)
     assert (fields["request_id"], fields["finish"], fields["output_tokens"]) == ("r1", "max_tokens", 3)
-    assert ("secret words" in record.getMessage()) is with_text
+    assert (fields["level"], fields["logger"]) == ("INFO", "tailrace.request")
+    assert ("secret words" in line) is with_text
+    assert record.getMessage().startswith("request_id=r1 finish=max_tokens prompt_tokens=13 ")
+    assert ('prompt="<|bos|>secret words"' in record.getMessage()) is with_text
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("plain", "plain"),
+        ("", '""'),
+        ("two words", '"two words"'),
+        ("café au lait", '"café au lait"'),
+        ("a\rb\x1b[31mc", r'"a\rb\u001b[31mc"'),
+        ("a\x9bc\x7f\u2028é", r'"a\u009bc\u007f\u2028\u00e9"'),
+    ],
+)
+def test_no_value_of_the_log_reaches_the_terminal_or_makes_a_line(value, shown):
+    assert str(Fields(prompt=value, n=1)) == f"prompt={shown} n=1"
+
+
+def test_any_record_is_a_json_object_in_one_line():
+    try:
+        raise ValueError("two\nlines")
+    except ValueError:
+        error = sys.exc_info()
+    record = logging.LogRecord("some.module", logging.ERROR, "", 0, "it %s\n", ("failed",), error)
+    line = JsonFormatter().format(record)
+    assert line.isascii()
+    assert len(line.splitlines()) == 1
+    fields = json.loads(line)
+    assert (fields["level"], fields["logger"], fields["message"]) == ("ERROR", "some.module", "it failed\n")
+    assert fields["exception"].endswith("ValueError: two\nlines")

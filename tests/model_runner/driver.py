@@ -7,20 +7,23 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from model_runner.logprobs import split
 from protos.messages import Sampling
 from protos.step import NewRow, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protos.step import ModelRunnerOutput
+    import numpy.typing as npt
+
+    from protos.step import GrammarMask, Logprobs, ModelRunnerOutput, PromptLogprobs
 
 GREEDY = Sampling()
 
 
 class Steps(Protocol):
     def execute(self, step: SchedulerOutput) -> None: ...
-    def sample(self) -> ModelRunnerOutput: ...
+    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput: ...
 
 
 @dataclass
@@ -35,6 +38,12 @@ class Generation:
     block_ids: list[int] = field(default_factory=list)
     computed: int = 0
     entered: bool = False
+    logprobs: list[Logprobs] = field(default_factory=list)
+    """Of each drawn token, where they are asked for."""
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """As they came."""
+    prompt_told: int = 1
+    """First prompt position not told of yet."""
 
     @property
     def output(self) -> list[int]:
@@ -109,6 +118,7 @@ class Driver:
                         generation.num_prompt_tokens,
                         list(generation.block_ids),
                         generation.sampling,
+                        generation.prompt_told,
                     )
                 )
             else:
@@ -133,9 +143,24 @@ class Driver:
         )
         output = self._worker.sample()
         assert output.step_id == self._step_id
+        self._take_logprobs(output, chosen, samples)
         drawn = iter(output.token_ids.tolist())
         for generation, count, draws in zip(chosen, counts, samples, strict=True):
             generation.computed += count
             if draws:
                 generation.token_ids.append(next(drawn))
         assert next(drawn, None) is None
+
+    def _take_logprobs(
+        self, output: ModelRunnerOutput, chosen: list[Generation], samples: npt.NDArray[np.bool_]
+    ) -> None:
+        drawing = [generation for generation, draws in zip(chosen, samples, strict=True) if draws]
+        if output.logprobs is not None:
+            index = output.logprobs.index
+            for place, logprobs in zip(index.tolist(), split(output.logprobs, np.ones_like(index)), strict=True):
+                drawing[place].logprobs.append(logprobs)
+        of_row = {generation.row: generation for generation in chosen}
+        for told in output.prompt_logprobs:
+            generation = of_row[told.row]
+            generation.prompt_logprobs.append(told)
+            generation.prompt_told = told.start + len(told.logprobs.logprobs)

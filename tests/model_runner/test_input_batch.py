@@ -44,7 +44,7 @@ def test_a_mixed_step():
     assert forward.seq_lens.tolist() == [5, 34]
     assert forward.block_tables[:, 0].tolist() == [2, 7]
     assert forward.block_tables[1].tolist() == [7, 3, 9]
-    assert forward.sampled_tokens.tolist() == [0]
+    assert forward.output_tokens.tolist() == [0]
 
 
 def test_a_step_of_single_tokens():
@@ -52,8 +52,8 @@ def test_a_step_of_single_tokens():
     assert forward.input_ids.tolist() == [139, 200]
     assert forward.slots.tolist() == [9 * 16 + 7, 32]
     assert forward.query_starts.tolist() == [0, 1, 2]
-    assert forward.sampled_tokens.tolist() == [0, 1]
-    for tensor in (forward.input_ids, forward.positions, forward.slots, forward.sampled_tokens):
+    assert forward.output_tokens.tolist() == [0, 1]
+    for tensor in (forward.input_ids, forward.positions, forward.slots, forward.output_tokens):
         assert tensor.dtype == torch.int64
     for tensor in (forward.query_starts, forward.seq_lens, forward.block_tables):
         assert tensor.dtype == torch.int32

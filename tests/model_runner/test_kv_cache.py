@@ -85,10 +85,6 @@ def test_no_more_blocks_than_sequences_can_fill():
             "the KV cache can hold 240 tokens, but a sequence needs 8192: "
             "lower --max-model-len to 240, or raise --kv-cache-memory to 33",
         ),
-        (
-            {"num_kv_blocks": 1},
-            "the KV cache can hold 0 tokens, but a sequence needs 1: raise --num-kv-blocks to 2",
-        ),
         ({"max_model_len": 8193}, "--max-model-len 8193 is over the model's limit; set it to 8192 or less"),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 
 from protos.errors import StartupError
 from protos.model_files import read_model_spec, resolve_model
+from protos.model_spec import RopeSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -61,7 +62,7 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model("~/model.gguf") == file
     for name, problem in [
-        (str(tmp_path / "notes.txt"), "is no model"),
+        (str(tmp_path / "notes.txt"), "notes.txt is not a model; name"),
         (str(tmp_path / "absent"), "no such file or directory"),
         ("./absent", "no such file or directory"),
         ("absent.gguf", "no such file or directory"),
@@ -91,8 +92,8 @@ def test_other_names_are_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         ("RepositoryNotFoundError", "is neither a local path nor a model on huggingface.co"),
         ("GatedRepoError", "needs its licence accepted"),
-        ("LocalEntryNotFoundError", r"could not be downloaded \(first line\)"),
-        ("OSError", r"could not be downloaded \(first line\)"),
+        ("LocalEntryNotFoundError", r"is no local path, and could not be downloaded \(first line\)"),
+        ("OSError", r"is no local path, and could not be downloaded \(first line\)"),
     ],
 )
 def test_a_failed_download_is_one_line_with_the_fix(error: str, problem: str, monkeypatch: pytest.MonkeyPatch):
@@ -107,7 +108,7 @@ def test_a_failed_download_is_one_line_with_the_fix(error: str, problem: str, mo
         raise raised
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(StartupError, match=f"someone/model: {problem}") as caught:
+    with pytest.raises(StartupError, match=f"someone/model {problem}") as caught:
         resolve_model("someone/model")
     assert "\n" not in str(caught.value)
 
@@ -153,7 +154,11 @@ def test_generation_config_gives_ends_and_sampling(tmp_path: Path):
         ("Qwen2ForCausalLM", {"sliding_window": 7}, 0),
         ("Qwen2ForCausalLM", {"sliding_window": 7, "use_sliding_window": True}, 0),
         ("Qwen2ForCausalLM", {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, 7),
-        ("Qwen2ForCausalLM", {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["full_attention"]}, 0),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 7, "use_sliding_window": True, "layer_types": ["full_attention"] * 4},
+            0,
+        ),
     ],
 )
 def test_sliding_windows(name: str, changes: dict[str, Any], window: int, tmp_path: Path):
@@ -202,9 +207,57 @@ def test_what_cannot_be_served_is_told_in_one_line(changes: dict[str, Any], prob
     assert refused(tmp_path, LLAMA | changes).startswith(problem)
 
 
-def test_a_window_in_some_layers_only_is_refused(tmp_path: Path):
+def test_a_window_behind_the_first_layers(tmp_path: Path):
     qwen2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 2}
-    assert refused(tmp_path, LLAMA | qwen2) == "a sliding window in some layers only is not supported"
+    spec = spec_of(tmp_path, LLAMA | qwen2 | {"num_hidden_layers": 4, "sliding_window": 9})
+    assert [spec.window(layer) for layer in range(4)] == [0, 0, 9, 9]
+
+
+GEMMA = {key: LLAMA[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
+GEMMA |= {"model_type": "gemma3_text", "num_hidden_layers": 12}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope", "local"),
+    [
+        ({}, RopeSpec(theta=1e6), RopeSpec()),
+        (
+            {"rope_theta": 7.0, "rope_local_base_freq": 8.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            RopeSpec(theta=7.0, kind="linear", scaling={"factor": 2.0}),
+            RopeSpec(theta=8.0),
+        ),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 9.0}}}, RopeSpec(theta=1e6), RopeSpec(theta=9.0)),
+    ],
+)
+def test_gemma_with_the_least_that_a_config_can_say(
+    changes: dict[str, Any], rope: RopeSpec, local: RopeSpec, tmp_path: Path
+):
+    spec = spec_of(tmp_path, GEMMA | changes)
+    assert (spec.rope, spec.local_rope) == (rope, local)
+    assert (spec.head_dim, spec.num_kv_heads, spec.hidden_act) == (256, 4, "gelu_pytorch_tanh")
+    assert [spec.window(layer) for layer in range(12)] == [*[4096] * 5, 0] * 2
+    assert spec.attention_scale == 1 / 16
+    assert spec.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"hidden_activation": "gelu"}, "activation gelu is not supported"),
+        ({"query_pre_attn_scalar": 0}, "malformed: "),
+        ({"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention for each"),
+        ({"layer_types": ["conv"] * 12}, "layer_types must name full_attention or sliding_attention for each"),
+        ({"rope_parameters": {"sliding_attention": {"rope_type": "mrope"}}}, "rope type mrope is not supported"),
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "architecture Gemma2ForCausalLM is not"),
+    ],
+)
+def test_variants_of_gemma_that_are_not_known_are_told_in_one_line(
+    changes: dict[str, Any], problem: str, tmp_path: Path
+):
+    assert refused(tmp_path, GEMMA | changes).startswith(problem)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])

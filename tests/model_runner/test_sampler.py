@@ -3,72 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
-from kernels.reference import ReferenceOps
-from model_runner.device import DevicePolicy
 from model_runner.gumbel import gumbel_noise, hash_bits, row_keys, uniforms
-from model_runner.input_batch import InputBatch
-from model_runner.sampler import Sampler
 from model_runner.thresholds import Filters, thresholds
 from protos.messages import Sampling
-from protos.step import NewRow, SchedulerOutput
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-VOCAB = 3000
-EOS = (7, 8)
-
-
-def policy(chunk_cells: int = 1 << 14) -> DevicePolicy:
-    """Small chunks, so that a test's rows do not all fit into one."""
-    return DevicePolicy(torch.device("cpu"), torch.float32, ReferenceOps(), 1, None, chunk_cells)
-
-
-class Rows:
-    """A batch of rows with the given sampling, each with a prompt of 5 tokens."""
-
-    def __init__(self, samplings: Sequence[Sampling], chunk_cells: int = 1 << 14) -> None:
-        size = len(samplings)
-        self.batch = InputBatch(size, 4096, 16, EOS, policy(chunk_cells))
-        self.rows = np.arange(size, dtype=np.int32)
-        new_rows = [NewRow(row, np.zeros(5, np.int32), 5, [1], sampling) for row, sampling in enumerate(samplings)]
-        self.batch.apply(SchedulerOutput(0, self.rows, self.rows, self.rows, self.rows > 0, new_rows))
-        self._sampler = Sampler(policy(chunk_cells))
-
-    def draw(self, logits: torch.Tensor, positions: Sequence[int] | int = 5) -> list[int]:
-        positions = np.broadcast_to(np.asarray(positions, np.int32), len(self.rows))
-        return self._sampler(logits.clone(), self.batch, self.rows, positions).tolist()
-
-
-def logits_of(rows: int, seed: int = 0, scale: float = 3.0, vocab: int = VOCAB) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
-
+from tests.model_runner.rows import VOCAB, Rows, edited_twin, kept_in_float64, logits_of, mask_of
 
 # 54: masks ------------------------------------------------------------------------------------
-
-
-def kept_in_float64(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """What min-p, top-k and top-p keep of one row of float32 logits, by their definitions."""
-    wide = logits.astype(np.float64)
-    probabilities = np.exp(wide - wide.max())
-    kept = wide >= wide.max() + (math.log(min_p) if min_p else -math.inf)
-    if 0 < top_k < len(wide):
-        kept &= wide >= np.sort(wide)[-top_k]
-    if top_p < 1:
-        probabilities = np.where(kept, probabilities, 0.0)
-        probabilities /= probabilities.sum()
-        order = np.argsort(-wide, kind="stable")
-        larger = np.zeros(len(wide))
-        larger[order] = np.cumsum(probabilities[order]) - probabilities[order]
-        first_of_value = {value: larger[index] for index, value in zip(order[::-1], wide[order[::-1]], strict=True)}
-        kept &= np.array([first_of_value[value] for value in wide]) < top_p
-    return kept
 
 
 FILTERS = [
@@ -261,6 +207,19 @@ def test_17_below_min_tokens_eos_and_stop_ids_are_never_sampled():
 # 59 -------------------------------------------------------------------------------------------
 
 
+def check_frequencies(drawn: list[int], weights: np.ndarray) -> None:
+    """A chi-squared test of draws against what they should be distributed like, up to a factor."""
+    expected = weights / weights.sum() * len(drawn)
+    counts = np.bincount(drawn, minlength=len(weights))
+    assert not counts[weights == 0].any()
+    cells = expected >= 5
+    statistic = ((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum()
+    freedom = cells.sum() - 1
+    # Wilson and Hilferty's normal approximation of the chi-squared distribution, at one in ten thousand.
+    bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < bound
+
+
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(temperature=1.0), Sampling(temperature=0.6, top_p=0.9), Sampling(temperature=1.7, top_k=12, min_p=0.05)],
@@ -271,23 +230,39 @@ def test_59_sampled_frequencies_pass_a_chi_squared_test_over_10_000_draws(sampli
     scaled = (logits[0] / np.float32(sampling.temperature)).numpy()
     kept = kept_in_float64(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
     weights = np.where(kept, np.exp(scaled.astype(np.float64)), 0.0)
-    expected = weights / weights.sum() * draws
     # Half of the draws are positions of one seed, half are seeds at one position.
-    by_position = [Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed=11)] * 5000
-    by_seed = [
-        Sampling(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, seed=seed)
-        for seed in range(5000)
-    ]
+    samplings = [replace(sampling, seed=11)] * 5000 + [replace(sampling, seed=seed) for seed in range(5000)]
     positions = [*range(5, 5005), *[5] * 5000]
-    drawn = Rows(by_position + by_seed).draw(logits.expand(draws, vocab), positions)
-    counts = np.bincount(drawn, minlength=vocab)
-    assert not counts[~kept].any()
-    cells = expected >= 5
-    statistic = ((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum()
-    freedom = cells.sum() - 1
-    # Wilson and Hilferty's normal approximation of the chi-squared distribution, at one in ten thousand.
-    bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert statistic < bound
+    check_frequencies(Rows(samplings).draw(logits.expand(draws, vocab), positions), weights)
+
+
+def test_59_frequencies_with_every_edit_and_filter_together():
+    vocab, draws = 60, 10_000
+    logits = logits_of(1, seed=4, scale=1.5, vocab=vocab)
+    likely = logits[0].argsort(descending=True).tolist()
+    history = [*likely[:6], *likely[30:33], likely[1], likely[2], likely[2], likely[3]], 9
+    allowed = np.ones(vocab, np.bool_)
+    allowed[likely[4:40:7]] = False
+    sampling = Sampling(
+        temperature=1.3,
+        top_k=25,
+        top_p=0.97,
+        min_p=0.002,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
+        logit_bias={likely[8]: 1.5, likely[4]: 50.0},
+        allowed_token_ids=tuple(likely[:50]),
+        bad_words=((likely[2], likely[3], likely[0]), (likely[9],)),
+        min_tokens=9,
+        stop_token_ids=(likely[5],),
+    )
+    scaled = (edited_twin(logits[0].numpy(), sampling, history, allowed) / np.float32(1.3)).astype(np.float32)
+    kept = kept_in_float64(scaled, sampling.top_k, sampling.top_p, sampling.min_p)
+    weights = np.where(kept, np.exp(scaled.astype(np.float64)), 0.0)
+    rows = Rows([replace(sampling, seed=seed) for seed in range(draws)], histories=[history] * draws)
+    mask = mask_of(dict.fromkeys(range(draws), allowed))
+    check_frequencies(rows.draw(logits.expand(draws, vocab), mask=mask), weights)
 
 
 def test_59_neighbouring_tokens_positions_and_seeds_are_independent():

@@ -33,6 +33,14 @@ LONGROPE = {
     "long_factor": [2.0 + 0.5 * i for i in range(8)],
     "original_max_position_embeddings": 100,
 }
+GEMMA = {
+    "num_hidden_layers": 7,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "num_key_value_heads": 1,
+    "sliding_window": 30,
+}
+"""Seven layers: the sixth is the one global one."""
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama with biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
@@ -48,6 +56,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 with a window everywhere": (
         "Qwen2ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 0},
+    ),
+    "qwen2 with a window behind its first layer": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    ),
+    "gemma3": ("Gemma3ForCausalLM", GEMMA),
+    "gemma3, a window smaller than a block": ("Gemma3ForCausalLM", GEMMA | {"sliding_window": 5}),
+    "gemma3, untied, biases, own scale": (
+        "Gemma3ForCausalLM",
+        GEMMA | {"tie_word_embeddings": False, "attention_bias": True, "query_pre_attn_scalar": 100},
+    ),
+    "gemma3, scaled global rope, layers by name": (
+        "Gemma3ForCausalLM",
+        GEMMA
+        | {
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "num_hidden_layers": 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            },
+        },
     ),
     "rope linear": (
         "LlamaForCausalLM",

@@ -126,7 +126,13 @@ def test_a_missing_shard_is_named(tmp_path: Path):
     shard.unlink()
     assert refused(tmp_path) == f"{shard.name}: no such file, but model.safetensors.index.json names it"
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    assert refused(tmp_path) == "model.safetensors.index.json: is not an index of shards"
+    assert refused(tmp_path) == "model.safetensors.index.json: is not a JSON object"
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", "", "..", "x\0y", 7])
+def test_a_shard_elsewhere_is_refused(name: Any, tmp_path: Path, model: Any):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert "which is no file beside it" in refused(tmp_path)
 
 
 def test_no_weights_at_all(tmp_path: Path, model: Any):

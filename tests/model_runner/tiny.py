@@ -33,7 +33,7 @@ def save_tiny(directory: Path, architecture: str, max_shard_size: str = "1GB", *
     """A random model of transformers, whose config and weights now lie in the directory."""
     import transformers
 
-    config_class = getattr(transformers, architecture.removesuffix("ForCausalLM") + "Config")
+    config_class = getattr(transformers, architecture).config_class
     torch.manual_seed(0)
     model = getattr(transformers, architecture)(config_class(**SHAPE | changes)).eval()
     with torch.no_grad():

@@ -28,14 +28,21 @@ from protos.messages import (
     EngineCoreRequest,
     Finished,
     FinishReason,
+    GrammarKind,
+    GrammarSpec,
     Hello,
     LoadProgress,
+    LogprobColumns,
     Ping,
     Pong,
+    PromptLogprobs,
+    Repetition,
     Sampling,
     Shutdown,
+    Sibling,
     ToCore,
     ToFrontEnd,
+    Vocabulary,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +68,19 @@ sampling = st.builds(
     min_tokens=ints,
     stop_token_ids=ids.map(tuple),
     ignore_eos=st.booleans(),
+    presence_penalty=floats,
+    frequency_penalty=floats,
+    repetition_penalty=floats,
+    logit_bias=st.dictionaries(sizes, floats, max_size=3),
+    allowed_token_ids=ids.map(tuple),
+    bad_words=st.lists(ids.map(tuple), max_size=3).map(tuple),
+    logprobs=st.none() | sizes,
+    prompt_logprobs=st.none() | sizes,
+    logprob_token_ids=ids.map(tuple),
+    processed_logprobs=st.booleans(),
 )
+grammars = st.builds(GrammarSpec, st.sampled_from(get_args(GrammarKind)), text)
+logprob_columns = st.builds(LogprobColumns, data, data, data, data, data, data)
 configs = st.builds(
     EngineConfig,
     model=st.builds(
@@ -82,6 +101,7 @@ finished = st.builds(
     prefill_seconds=floats,
     decode_seconds=floats,
     message=text,
+    field=text,
 )
 stats = st.tuples(*[floats if name == "kv_usage" else ints for name in CoreStats.__struct_fields__]).map(
     lambda values: CoreStats(*values)
@@ -102,7 +122,11 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         deadline=seconds,
         time_limit=seconds,
         queue_timeout=seconds,
+        siblings=st.lists(st.builds(Sibling, ints, sizes), max_size=3),
+        repetition=st.none() | st.builds(Repetition, ints, ints, ints),
+        grammar=st.none() | grammars,
     ),
+    Vocabulary: st.builds(Vocabulary, st.lists(data, max_size=5), ids.map(tuple), ids.map(tuple)),
     Abort: st.builds(Abort, ids),
     Control: st.builds(Control, ints, st.sampled_from(get_args(ControlOp)), ints),
     Ping: st.just(Ping()),
@@ -117,6 +141,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         admitted=st.lists(admitted, max_size=3),
         finished=st.lists(finished, max_size=3),
         stats=st.none() | stats,
+        logprobs=st.none() | logprob_columns,
+        prompt_logprobs=st.lists(st.builds(PromptLogprobs, ints, ints, logprob_columns), max_size=3),
     ),
     ControlReply: st.builds(ControlReply, ints, st.lists(ints, max_size=4)),
     Pong: st.just(Pong()),
@@ -179,18 +205,17 @@ def test_message_keeps_its_type_and_every_field(kind: type, draw: st.DataObject)
     assert received == message
 
 
-def with_newer_fields(value: Any, *, outer: bool = True) -> Any:
+def with_newer_fields(value: Any) -> Any:
     """A message as a later release may send it: array structs have more items, map structs more keys."""
-    if isinstance(value, dict):
-        return {key: with_newer_fields(item, outer=False) for key, item in value.items()} | {"newer": [1, {"a": None}]}
     if isinstance(value, msgspec.Struct):
         if not value.__struct_config__.array_like:
-            return with_newer_fields({name: getattr(value, name) for name in value.__struct_fields__})
+            fields = {name: with_newer_fields(getattr(value, name)) for name in value.__struct_fields__}
+            return fields | {"newer": [1, {"a": None}]}
         tag = [value.__struct_config__.tag] if value.__struct_config__.tag else []
-        fields = [with_newer_fields(getattr(value, name), outer=False) for name in value.__struct_fields__]
-        return [*tag, *fields, "newer", {"a": [None]}, 3]
+        items = [with_newer_fields(getattr(value, name)) for name in value.__struct_fields__]
+        return [*tag, *items, "newer", {"a": [None]}, 3]
     if isinstance(value, list):
-        return [with_newer_fields(item, outer=False) for item in value]
+        return [with_newer_fields(item) for item in value]
     return value
 
 

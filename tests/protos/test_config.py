@@ -95,6 +95,25 @@ def test_block_size_must_be_a_multiple_of_8(block_size: int) -> None:
     assert str(block_size) in error.description
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "problem"),
+    [
+        ("max_num_seqs", 0, "must be at least 1, not 0"),
+        ("max_num_seqs", 4097, "must be at most 4096, not 4097"),
+        ("drain_timeout", -0.5, "must be at least 0, not -0.5"),
+        ("step_timeout", 0, "must be more than 0, not 0"),
+    ],
+)
+def test_a_bound_is_told_with_the_value(name: str, value: float, problem: str) -> None:
+    assert rejected(**{name: value}).description == problem
+
+
+def test_too_few_blocks_for_anything_are_refused_with_a_useful_number() -> None:
+    assert "129 hold a context of 2048" in rejected(num_kv_blocks=1).description
+    assert "501 hold a context of 4000" in rejected(num_kv_blocks=1, block_size=8, max_model_len=4000).description
+    assert build(EngineConfig, num_kv_blocks=2).cache.num_kv_blocks == 2
+
+
 def test_options_go_to_their_sections_and_the_rest_keeps_its_default() -> None:
     config = build(ServeConfig, model="null", block_size=32, max_num_seqs=3, num_threads=1, listen="unix:/tmp/x")
     default = ServeConfig()

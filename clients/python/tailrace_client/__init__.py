@@ -31,7 +31,9 @@ from tailrace_client.events import (
     Started,
     Summary,
     TokenLogprobs,
+    ToolCallDelta,
 )
+from tailrace_client.resume import ResumePolicy
 from tailrace_client.spec import Options
 
 __all__ = [
@@ -52,12 +54,14 @@ __all__ = [
     "Progress",
     "ProtocolError",
     "RequestCancelledError",
+    "ResumePolicy",
     "ServerError",
     "Started",
     "Stream",
     "Summary",
     "TailraceError",
     "TokenLogprobs",
+    "ToolCallDelta",
     "UnavailableError",
     "UnsupportedError",
 ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -10,9 +12,11 @@ import grpc.aio
 
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
-from tailrace_client.channel import merge_options
-from tailrace_client.errors import make_error
+from tailrace_client.attempt import again
+from tailrace_client.channel import merge_cancelled, merge_options
+from tailrace_client.errors import TailraceError, closed_error, make_error
 from tailrace_client.events import to_completion
+from tailrace_client.resume import DEFAULT_POLICY, Route
 from tailrace_client.spec import make_spec
 from tailrace_client.stream_state import StreamState
 
@@ -20,22 +24,35 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
     from typing import Self, TypeVar, Unpack
 
+    from tailrace_client.attempt import Attempt
     from tailrace_client.events import Completion, Delta, Progress
+    from tailrace_client.resume import ResumePolicy
     from tailrace_client.spec import Options, Prompt
 
     T = TypeVar("T")
 
 
 class AsyncClient:
-    """One channel to a server at "host:port" or "unix:path"; to be made and used in one event loop.
+    """Channels to one or several servers, each at "host:port" or "unix:path"; to be made and used in one event loop.
 
-    `channel_options` are gRPC's, by name.
+    Requests go to the servers in turn. One that a server loses goes on with the next as `resume` says; None leaves
+    it lost. `channel_options` are gRPC's, by name.
     """
 
-    def __init__(self, address: str, *, channel_options: Mapping[str, Any] | None = None) -> None:
-        self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=merge_options(channel_options))
-        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+    def __init__(
+        self,
+        address: str,
+        *more_addresses: str,
+        resume: ResumePolicy | None = DEFAULT_POLICY,
+        channel_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.addresses = (address, *more_addresses)
+        self.resume = resume
+        options = merge_options(channel_options)
+        self._channels = [grpc.aio.insecure_channel(address, options=options) for address in self.addresses]
+        self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+        self._turn = itertools.cycle(range(len(self._stubs)))
+        self._is_closed = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -44,8 +61,10 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what runs and closes the connection. Idempotent."""
-        await self._channel.close()
+        """Cancels what runs and closes the connections. Idempotent."""
+        self._is_closed = True
+        for channel in self._channels:
+            await channel.close()
 
     def generate(
         self,
@@ -60,7 +79,7 @@ class AsyncClient:
         `prompt` is text, token ids, or messages for the model's chat template. `timeout` is in seconds
         from the begin of the block; when it has passed, the request fails with DeadlineError.
         """
-        return AsyncStream(self._stub.GenerateStream, make_spec(prompt, options), timeout, on_progress)
+        return AsyncStream(self._stub, make_spec(prompt, options), on_progress, self._route(), timeout)
 
     # These timeouts are not only ours: the server hears of them and does not start what cannot end in time.
 
@@ -73,15 +92,37 @@ class AsyncClient:
     ) -> Completion:
         """The whole answer at once. A cancelled task cancels the request."""
         spec = make_spec(prompt, options)
-        call = self._stub.Generate(pb.GenerateRequest(spec=spec), timeout=timeout)
-        response: pb.GenerateResponse = await _call(call, spec.request_id)
-        return to_completion(response, spec.request_id)
+        route = self._route(timeout)
+        began = time.monotonic()
+        while True:
+            await asyncio.sleep(route.wait())
+            request = pb.GenerateRequest(spec=again(spec, None, time.monotonic() - began))
+            try:
+                call = self._stub(route.server).Generate(request, timeout=route.time_left())
+                return to_completion(await _call(call, spec.request_id), spec.request_id)
+            except TailraceError as error:
+                route.failed(error)
 
     async def cancel(self, *request_ids: str, timeout: float | None = None) -> list[str]:  # noqa: ASYNC109
         """Ends requests, whoever made them, with what they have so far; returns those that were live."""
-        call = self._stub.Cancel(pb.CancelRequest(request_ids=request_ids), timeout=timeout)
-        response: pb.CancelResponse = await _call(call)
-        return list(response.cancelled_request_ids)
+        request = pb.CancelRequest(request_ids=request_ids)
+
+        async def ask(server: int) -> list[str] | TailraceError:
+            try:
+                response: pb.CancelResponse = await _call(self._stub(server).Cancel(request, timeout=timeout))
+            except TailraceError as error:
+                return error
+            return list(response.cancelled_request_ids)
+
+        return merge_cancelled(await asyncio.gather(*map(ask, range(len(self._stubs)))))
+
+    def _route(self, timeout: float | None = None) -> Route:
+        return Route(self.resume, len(self._stubs), next(self._turn), timeout)
+
+    def _stub(self, server: int) -> Any:
+        if self._is_closed:
+            raise closed_error()
+        return self._stubs[server]
 
 
 class AsyncStream(StreamState):
@@ -89,29 +130,29 @@ class AsyncStream(StreamState):
 
     def __init__(
         self,
-        method: Any,
+        stub: Callable[[int], Any],
         spec: pb.GenerationSpec,
-        timeout: float | None,
         on_progress: Callable[[Progress], None] | None,
+        route: Route,
+        timeout: float | None,
     ) -> None:
-        super().__init__(spec, on_progress)
-        self._method = method
-        self._timeout = timeout
-        self._call: Any = None
+        super().__init__(spec, on_progress, route, timeout)
+        self._stub = stub
 
     async def __aenter__(self) -> Self:
-        self._call = self._method(pb.GenerateStreamRequest(spec=self.spec), timeout=self._timeout)
+        self._begin()
+        self._send(self._attempts[0])
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._call.cancel()
+        self._end()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self
 
     async def __anext__(self) -> Delta:
         """The next delta. Raises TailraceError if the request fails."""
-        if self._call is None:
+        if not self._has_begun:
             raise RuntimeError("a stream is used with `async with`")
         while not self._pending:
             if self.summary is not None:
@@ -124,14 +165,27 @@ class AsyncStream(StreamState):
         return "".join([delta.text async for delta in self if delta.index == 0])
 
     async def _read(self) -> None:
-        """Takes in a message; after the last one also the call's status."""
-        response = await _call(self._call.read(), self.request_id)
+        """Takes in a message, or the call's end; what a server lost is sent again."""
+        attempt = self._attempts[0]
+        try:
+            if attempt.call is None:
+                await asyncio.sleep(attempt.route.wait())
+                self._send(attempt)
+            response = await _call(attempt.call.read(), self.request_id)
+        except TailraceError as error:
+            self._lost(error)
+            return
         if response is grpc.aio.EOF:
             self._accept_end()
-            return
-        self._accept(response)
-        if self.summary is not None and await _call(self._call.read(), self.request_id) is not grpc.aio.EOF:
-            raise self._violation("something came after the summary")
+        else:
+            self._accept(response)
+
+    def _send(self, attempt: Attempt) -> None:
+        route = attempt.route
+        if self._has_ended:
+            raise closed_error(self.request_id)
+        request = pb.GenerateStreamRequest(spec=attempt.spec)
+        attempt.call = self._stub(route.server).GenerateStream(request, timeout=route.time_left())
 
 
 async def _call(awaitable: Awaitable[T], request_id: str = "") -> T:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
-from tailrace_client.channel import merge_options
-from tailrace_client.errors import make_error
+from tailrace_client.attempt import again
+from tailrace_client.channel import merge_cancelled, merge_options
+from tailrace_client.errors import TailraceError, closed_error, make_error
 from tailrace_client.events import to_completion
+from tailrace_client.resume import DEFAULT_POLICY, Route
 from tailrace_client.spec import make_spec
 from tailrace_client.stream_state import StreamState
 
@@ -18,22 +23,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
     from typing import Self, TypeVar, Unpack
 
+    from tailrace_client.attempt import Attempt
     from tailrace_client.events import Completion, Delta, Progress
+    from tailrace_client.resume import ResumePolicy
     from tailrace_client.spec import Options, Prompt
 
     T = TypeVar("T")
 
 
 class Client:
-    """One channel to a server at "host:port" or "unix:path"; threads may share it.
+    """Channels to one or several servers, each at "host:port" or "unix:path"; threads may share it.
 
-    `channel_options` are gRPC's, by name.
+    Requests go to the servers in turn. One that a server loses goes on with the next as `resume` says; None leaves
+    it lost. `channel_options` are gRPC's, by name.
     """
 
-    def __init__(self, address: str, *, channel_options: Mapping[str, Any] | None = None) -> None:
-        self.address = address
-        self._channel = grpc.insecure_channel(address, options=merge_options(channel_options))
-        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(self._channel)
+    def __init__(
+        self,
+        address: str,
+        *more_addresses: str,
+        resume: ResumePolicy | None = DEFAULT_POLICY,
+        channel_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.addresses = (address, *more_addresses)
+        self.resume = resume
+        options = merge_options(channel_options)
+        self._channels = [grpc.insecure_channel(address, options=options) for address in self.addresses]
+        self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+        self._turn = itertools.cycle(range(len(self._stubs)))
+        self._is_closed = False
 
     def __enter__(self) -> Self:
         return self
@@ -42,8 +60,10 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancels what runs and closes the connection. Idempotent."""
-        self._channel.close()
+        """Cancels what runs and closes the connections. Idempotent."""
+        self._is_closed = True
+        for channel in self._channels:
+            channel.close()
 
     def generate(
         self,
@@ -58,20 +78,42 @@ class Client:
         `prompt` is text, token ids, or messages for the model's chat template. `timeout` is in seconds
         from the begin of the block; when it has passed, the request fails with DeadlineError.
         """
-        return Stream(self._stub.GenerateStream, make_spec(prompt, options), timeout, on_progress)
+        return Stream(self._stub, make_spec(prompt, options), on_progress, self._route(), timeout)
 
     def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer at once."""
         spec = make_spec(prompt, options)
-        request = pb.GenerateRequest(spec=spec)
-        response: pb.GenerateResponse = _call(lambda: self._stub.Generate(request, timeout=timeout), spec.request_id)
-        return to_completion(response, spec.request_id)
+        route = self._route(timeout)
+        began = time.monotonic()
+        while True:
+            time.sleep(route.wait())
+            request = pb.GenerateRequest(spec=again(spec, None, time.monotonic() - began))
+            try:
+                method = self._stub(route.server).Generate
+                response = _call(functools.partial(method, request, timeout=route.time_left()), spec.request_id)
+                return to_completion(response, spec.request_id)
+            except TailraceError as error:
+                route.failed(error)
 
     def cancel(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends requests, whoever made them, with what they have so far; returns those that were live."""
         request = pb.CancelRequest(request_ids=request_ids)
-        response: pb.CancelResponse = _call(lambda: self._stub.Cancel(request, timeout=timeout))
-        return list(response.cancelled_request_ids)
+        calls = [self._stub(server).Cancel.future(request, timeout=timeout) for server in range(len(self._stubs))]
+        answers: list[list[str] | TailraceError] = []
+        for call in calls:
+            try:
+                answers.append(list(_call(call.result).cancelled_request_ids))
+            except TailraceError as error:
+                answers.append(error)
+        return merge_cancelled(answers)
+
+    def _route(self, timeout: float | None = None) -> Route:
+        return Route(self.resume, len(self._stubs), next(self._turn), timeout)
+
+    def _stub(self, server: int) -> Any:
+        if self._is_closed:
+            raise closed_error()
+        return self._stubs[server]
 
 
 class Stream(StreamState):
@@ -79,29 +121,29 @@ class Stream(StreamState):
 
     def __init__(
         self,
-        method: Any,
+        stub: Callable[[int], Any],
         spec: pb.GenerationSpec,
-        timeout: float | None,
         on_progress: Callable[[Progress], None] | None,
+        route: Route,
+        timeout: float | None,
     ) -> None:
-        super().__init__(spec, on_progress)
-        self._method = method
-        self._timeout = timeout
-        self._call: Any = None
+        super().__init__(spec, on_progress, route, timeout)
+        self._stub = stub
 
     def __enter__(self) -> Self:
-        self._call = self._method(pb.GenerateStreamRequest(spec=self.spec), timeout=self._timeout)
+        self._begin()
+        self._send(self._attempts[0])
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._call.cancel()
+        self._end()
 
     def __iter__(self) -> Iterator[Delta]:
         return self
 
     def __next__(self) -> Delta:
         """The next delta. Raises TailraceError if the request fails."""
-        if self._call is None:
+        if not self._has_begun:
             raise RuntimeError("a stream is used with `with`")
         while not self._pending:
             if self.summary is not None:
@@ -114,14 +156,27 @@ class Stream(StreamState):
         return "".join([delta.text for delta in self if delta.index == 0])
 
     def _read(self) -> None:
-        """Takes in a message; after the last one also the call's status."""
-        response = _call(lambda: next(self._call, None), self.request_id)
+        """Takes in a message, or the call's end; what a server lost is sent again."""
+        attempt = self._attempts[0]
+        try:
+            if attempt.call is None:
+                time.sleep(attempt.route.wait())
+                self._send(attempt)
+            response = _call(functools.partial(next, attempt.call, None), self.request_id)
+        except TailraceError as error:
+            self._lost(error)
+            return
         if response is None:
             self._accept_end()
-            return
-        self._accept(response)
-        if self.summary is not None and _call(lambda: next(self._call, None), self.request_id) is not None:
-            raise self._violation("something came after the summary")
+        else:
+            self._accept(response)
+
+    def _send(self, attempt: Attempt) -> None:
+        route = attempt.route
+        if self._has_ended:
+            raise closed_error(self.request_id)
+        request = pb.GenerateStreamRequest(spec=attempt.spec)
+        attempt.call = self._stub(route.server).GenerateStream(request, timeout=route.time_left())
 
 
 def _call(function: Callable[[], T], request_id: str = "") -> T:

@@ -103,3 +103,16 @@ def make_error(
     if not details.request_id:
         details = details._replace(request_id=request_id)
     return _CLASSES.get(code, ServerError)(code, message or "", details)
+
+
+def explain_resumption(error: TailraceError, cause: TailraceError) -> TailraceError:
+    """Says of an error that it came when the request was to go on after another one."""
+    error.message = f"{error.message} (when resuming after {cause})"
+    error.args = (f"{error.code.name}: {error.message}",)
+    error.__cause__ = cause
+    return error
+
+
+def closed_error(request_id: str = "") -> TailraceError:
+    """The caller itself ended what was to go on."""
+    return make_error(grpc.StatusCode.CANCELLED, "the client or the stream was closed", (), request_id)

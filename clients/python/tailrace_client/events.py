@@ -24,6 +24,7 @@ class FinishReason(enum.IntEnum):
     TIME_LIMIT = 6
     ABORTED = 7
     CONSTRAINT_DONE = 8
+    REPETITION = 9
 
     @classmethod
     def _missing_(cls, value: object) -> FinishReason:
@@ -40,6 +41,8 @@ class Finish:
     """The stop string, or the id of the stop or end-of-sequence token."""
     output_tokens: int
     """Tokens the sequence has, resumed ones included."""
+    cumulative_logprob: float | None = None
+    """Sum of the log-probabilities that were reported; None if none were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +55,22 @@ class TokenLogprobs:
     ranks: list[int]
     """Rank of each token, from 1."""
     top_ids: list[list[int]]
-    """Of each position the likeliest ids, most likely first."""
+    """Of each position the likeliest ids, most likely first, then the ids asked for."""
     top_logprobs: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call."""
+
+    index: int
+    """Which call of the sequence, from 0."""
+    id: str
+    """With the call's first piece, else empty."""
+    name: str
+    """With the call's first piece, else empty."""
+    arguments: str
+    """The next piece of the arguments' JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,10 @@ class Delta:
     logprobs: TokenLogprobs | None
     finish: Finish | None
     """On the sequence's last delta."""
+    reasoning: str = ""
+    """New text of the reasoning, if it is taken out of the text."""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+    """New pieces of tool calls, if they are taken out of the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +174,8 @@ def to_delta(message: pb.SequenceDelta) -> Delta:
         index=message.index,
         logprobs=_to_logprobs(message.logprobs) if message.HasField("logprobs") else None,
         finish=_to_finish(message.finish) if message.HasField("finish") else None,
+        reasoning=message.reasoning,
+        tool_calls=tuple(ToolCallDelta(call.index, call.id, call.name, call.arguments) for call in message.tool_calls),
     )
 
 
@@ -190,7 +213,8 @@ def _to_finish(message: pb.SequenceFinish) -> Finish:
             matched = message.matched_string
         case "matched_token_id":
             matched = message.matched_token_id
-    return Finish(FinishReason(message.reason), matched, message.output_tokens)
+    cumulative = message.cumulative_logprob if message.HasField("cumulative_logprob") else None
+    return Finish(FinishReason(message.reason), matched, message.output_tokens, cumulative)
 
 
 def _to_logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:

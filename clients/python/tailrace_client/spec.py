@@ -12,7 +12,7 @@ from protos.tailrace.v1 import generation_pb2 as pb
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+    Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
 class Options(TypedDict, total=False):
@@ -26,6 +26,8 @@ class Options(TypedDict, total=False):
     resume_from: Sequence[int] | None
     """Output made earlier, which is continued and not sent again."""
     resume_text_bytes: int | None
+    truncate_prompt_tokens: int | None
+    """Of a longer prompt only so many tokens are kept, the last ones."""
 
     temperature: float | None
     """0 is greedy."""
@@ -38,6 +40,9 @@ class Options(TypedDict, total=False):
     seed: int | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    """Texts that the output never completes."""
+    bad_token_sequences: Sequence[Sequence[int]] | None
 
     max_tokens: int | None
     min_tokens: int | None
@@ -49,6 +54,8 @@ class Options(TypedDict, total=False):
     ignore_eos: bool | None
     time_limit: float | None
     """Ends the output with what there is; `timeout` in contrast fails the call."""
+    repetition: Mapping[str, int] | None
+    """{"max_pattern_tokens": 8, "count": 4}: ends an output whose last tokens are such a pattern four times over."""
 
     json_schema: str | dict[str, Any] | None
     json_object: bool | None
@@ -62,6 +69,12 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     logprob_token_ids: Sequence[int] | None
+    processed_logprobs: bool | None
+    """Of what tokens are drawn from, rather than of what the model said."""
+    tool_format: str | None
+    """Takes tool calls out of the text: a format, or "auto" for the model's own."""
+    reasoning_format: str | None
+    """The same for reasoning."""
     skip_special_tokens: bool | None
     coalesce_tokens: int | None
     """Tokens gathered into each delta after the first."""
@@ -83,15 +96,26 @@ class Options(TypedDict, total=False):
 
 _PARTS = {
     "sampling": "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty seed "
-    "logit_bias allowed_token_ids",
-    "stop": "max_tokens min_tokens include_match ignore_eos time_limit",
+    "logit_bias allowed_token_ids bad_words bad_token_sequences",
+    "stop": "max_tokens min_tokens include_match ignore_eos time_limit repetition",
     "constraint": "json_schema json_object regex grammar choices structural_tag",
-    "output": "logprobs prompt_logprobs logprob_token_ids skip_special_tokens coalesce_tokens progress_interval",
+    "output": "logprobs prompt_logprobs logprob_token_ids processed_logprobs tool_format reasoning_format "
+    "skip_special_tokens coalesce_tokens progress_interval",
     "scheduling": "priority cache_salt bypass_cache data_parallel_rank queue_timeout session_id",
     "chat": "add_generation_prompt",
 }
 PATHS: dict[str, tuple[str, ...]] = {
-    **{name: (name,) for name in ("request_id", "model", "num_sequences", "resume_from", "resume_text_bytes")},
+    **{
+        name: (name,)
+        for name in (
+            "request_id",
+            "model",
+            "num_sequences",
+            "resume_from",
+            "resume_text_bytes",
+            "truncate_prompt_tokens",
+        )
+    },
     **{name: (part, name) for part, names in _PARTS.items() for name in names.split()},
     # Those that are not called like their field.
     "stop": ("stop", "strings"),
@@ -136,7 +160,9 @@ def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
         try:
             spec.chat.messages.extend(pb.ChatMessage(**message) for message in items)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"prompt: messages have a role, a content and perhaps a name: {error}") from None
+            raise TypeError(
+                f"prompt: messages are dicts with the fields of ChatMessage (role, content, ...): {error}"
+            ) from None
     else:
         spec.token_ids.ids.extend(items)
 
@@ -150,7 +176,13 @@ def _set(message: Any, field: str, value: Any) -> None:
         target.extend([value] if isinstance(value, str) else value)
     elif kind.name == "Duration":
         target.FromNanoseconds(round(value * 1e9))
+    elif kind.name == "TokenIds" and message.DESCRIPTOR.fields_by_name[field].is_repeated:
+        for ids in value:
+            target.add(ids=ids)
+    elif isinstance(value, dict) and not kind.GetOptions().map_entry:
+        target.MergeFrom(type(target)(**value))
     elif kind.GetOptions().map_entry:
         target.update(value)
     else:
-        (target.ids if kind.name == "TokenIds" else target.values).extend(value)
+        values = [value] if isinstance(value, str) else value
+        (target.ids if kind.name == "TokenIds" else target.values).extend(values)

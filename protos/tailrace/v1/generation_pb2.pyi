@@ -21,6 +21,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_TIME_LIMIT: _ClassVar[FinishReason]
     FINISH_REASON_ABORTED: _ClassVar[FinishReason]
     FINISH_REASON_CONSTRAINT_DONE: _ClassVar[FinishReason]
+    FINISH_REASON_REPETITION: _ClassVar[FinishReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_EOS: FinishReason
 FINISH_REASON_STOP_TOKEN: FinishReason
@@ -30,9 +31,10 @@ FINISH_REASON_CONTEXT_FULL: FinishReason
 FINISH_REASON_TIME_LIMIT: FinishReason
 FINISH_REASON_ABORTED: FinishReason
 FINISH_REASON_CONSTRAINT_DONE: FinishReason
+FINISH_REASON_REPETITION: FinishReason
 
 class GenerationSpec(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "resume_from", "sampling", "stop", "constraint", "output", "scheduling", "num_sequences", "resume_text_bytes")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "resume_from", "sampling", "stop", "constraint", "output", "scheduling", "num_sequences", "resume_text_bytes", "truncate_prompt_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +48,7 @@ class GenerationSpec(_message.Message):
     SCHEDULING_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     RESUME_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -59,7 +62,8 @@ class GenerationSpec(_message.Message):
     scheduling: SchedulingOptions
     num_sequences: int
     resume_text_bytes: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., resume_from: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., num_sequences: _Optional[int] = ..., resume_text_bytes: _Optional[int] = ...) -> None: ...
+    truncate_prompt_tokens: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., resume_from: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., num_sequences: _Optional[int] = ..., resume_text_bytes: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -78,17 +82,33 @@ class ChatPrompt(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., template_kwargs_json: _Optional[str] = ..., add_generation_prompt: bool = ...) -> None: ...
 
 class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "name")
+    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
     role: str
     content: str
     name: str
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    tool_call_id: str
+    reasoning: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
+
+class ToolCall(_message.Message):
+    __slots__ = ("id", "name", "arguments_json")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    arguments_json: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class SamplingOptions(_message.Message):
-    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids")
+    __slots__ = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "logit_bias", "allowed_token_ids", "bad_words", "bad_token_sequences")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +126,8 @@ class SamplingOptions(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
+    BAD_TOKEN_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_p: float
     top_k: int
@@ -116,10 +138,12 @@ class SamplingOptions(_message.Message):
     seed: int
     logit_bias: _containers.ScalarMap[int, float]
     allowed_token_ids: TokenIds
-    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ...) -> None: ...
+    bad_words: _containers.RepeatedScalarFieldContainer[str]
+    bad_token_sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., seed: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_token_sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ...) -> None: ...
 
 class StopOptions(_message.Message):
-    __slots__ = ("max_tokens", "min_tokens", "strings", "token_ids", "include_match", "ignore_eos", "time_limit")
+    __slots__ = ("max_tokens", "min_tokens", "strings", "token_ids", "include_match", "ignore_eos", "time_limit", "repetition")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +151,7 @@ class StopOptions(_message.Message):
     INCLUDE_MATCH_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     TIME_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     min_tokens: int
     strings: _containers.RepeatedScalarFieldContainer[str]
@@ -134,7 +159,18 @@ class StopOptions(_message.Message):
     include_match: bool
     ignore_eos: bool
     time_limit: _duration_pb2.Duration
-    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., include_match: bool = ..., ignore_eos: bool = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    repetition: RepetitionStop
+    def __init__(self, max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., strings: _Optional[_Iterable[str]] = ..., token_ids: _Optional[_Iterable[int]] = ..., include_match: bool = ..., ignore_eos: bool = ..., time_limit: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., repetition: _Optional[_Union[RepetitionStop, _Mapping]] = ...) -> None: ...
+
+class RepetitionStop(_message.Message):
+    __slots__ = ("min_pattern_tokens", "max_pattern_tokens", "count")
+    MIN_PATTERN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PATTERN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    min_pattern_tokens: int
+    max_pattern_tokens: int
+    count: int
+    def __init__(self, min_pattern_tokens: _Optional[int] = ..., max_pattern_tokens: _Optional[int] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Constraint(_message.Message):
     __slots__ = ("json_schema", "json_object", "regex", "grammar", "choices", "structural_tag")
@@ -159,7 +195,7 @@ class StringList(_message.Message):
     def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("text", "token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "coalesce_tokens", "progress_interval", "initial_credit")
+    __slots__ = ("text", "token_ids", "logprobs", "prompt_logprobs", "logprob_token_ids", "skip_special_tokens", "coalesce_tokens", "progress_interval", "initial_credit", "processed_logprobs", "tool_format", "reasoning_format")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +205,9 @@ class OutputOptions(_message.Message):
     COALESCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_INTERVAL_FIELD_NUMBER: _ClassVar[int]
     INITIAL_CREDIT_FIELD_NUMBER: _ClassVar[int]
+    PROCESSED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FORMAT_FIELD_NUMBER: _ClassVar[int]
     text: bool
     token_ids: bool
     logprobs: int
@@ -178,7 +217,10 @@ class OutputOptions(_message.Message):
     coalesce_tokens: int
     progress_interval: _duration_pb2.Duration
     initial_credit: int
-    def __init__(self, text: bool = ..., token_ids: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., skip_special_tokens: bool = ..., coalesce_tokens: _Optional[int] = ..., progress_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., initial_credit: _Optional[int] = ...) -> None: ...
+    processed_logprobs: bool
+    tool_format: str
+    reasoning_format: str
+    def __init__(self, text: bool = ..., token_ids: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., logprob_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., skip_special_tokens: bool = ..., coalesce_tokens: _Optional[int] = ..., progress_interval: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., initial_credit: _Optional[int] = ..., processed_logprobs: bool = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ...) -> None: ...
 
 class SchedulingOptions(_message.Message):
     __slots__ = ("priority", "cache_salt", "bypass_cache", "data_parallel_rank", "queue_timeout", "session_id")
@@ -251,20 +293,36 @@ class OutputDelta(_message.Message):
     def __init__(self, sequences: _Optional[_Iterable[_Union[SequenceDelta, _Mapping]]] = ...) -> None: ...
 
 class SequenceDelta(_message.Message):
-    __slots__ = ("index", "offset", "token_ids", "text", "logprobs", "finish")
+    __slots__ = ("index", "offset", "token_ids", "text", "logprobs", "finish", "reasoning", "tool_calls")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     index: int
     offset: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     logprobs: TokenLogprobs
     finish: SequenceFinish
-    def __init__(self, index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., finish: _Optional[_Union[SequenceFinish, _Mapping]] = ...) -> None: ...
+    reasoning: str
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCallDelta]
+    def __init__(self, index: _Optional[int] = ..., offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Union[TokenLogprobs, _Mapping]] = ..., finish: _Optional[_Union[SequenceFinish, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCallDelta, _Mapping]]] = ...) -> None: ...
+
+class ToolCallDelta(_message.Message):
+    __slots__ = ("index", "id", "name", "arguments")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("offset", "logprobs", "ranks", "top_width", "top_ids", "top_logprobs")
@@ -283,16 +341,18 @@ class TokenLogprobs(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., top_width: _Optional[int] = ..., top_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SequenceFinish(_message.Message):
-    __slots__ = ("reason", "matched_string", "matched_token_id", "output_tokens")
+    __slots__ = ("reason", "matched_string", "matched_token_id", "output_tokens", "cumulative_logprob")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STRING_FIELD_NUMBER: _ClassVar[int]
     MATCHED_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CUMULATIVE_LOGPROB_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     matched_string: str
     matched_token_id: int
     output_tokens: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_string: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
+    cumulative_logprob: float
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_string: _Optional[str] = ..., matched_token_id: _Optional[int] = ..., output_tokens: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("queue_position", "prefilled_tokens")

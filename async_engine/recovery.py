@@ -1,0 +1,136 @@
+"""Recovery: what a new core is to be told so that it goes on where the last one died.
+
+A draw depends on nothing but (seed, position), so a sequence is continued exactly from its prompt and the
+tokens that are out already. Only a request that brings the core down by itself must not come back for ever:
+one that was in the batch's first step twice when the core died is given up, and after the first time it is
+tried alone, so that the others need not share its fate.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from protos.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from async_engine.output_processor import OutputProcessor
+    from async_engine.request_state import RequestState, SequenceState
+    from protos.messages import EngineCoreRequest
+
+MAX_STRIKES = 2
+BACKOFF_SECONDS = 0.5
+MAX_BACKOFF_SECONDS = 30.0
+
+
+class Recovery:
+    """What the cores that died were doing, and what the next one is told.
+
+    `is_live` tells whether somebody still waits for a request; a core may be replaced `most_in_vain` times in a
+    row without having done anything.
+    """
+
+    def __init__(self, processor: OutputProcessor, is_live: Callable[[RequestState], bool], most_in_vain: int) -> None:
+        self._processor = processor
+        self._is_live = is_live
+        self._most_in_vain = most_in_vain
+        self._in_vain = 0
+        self.num_restarts = 0
+        self._suspects: deque[RequestState] = deque()
+        self._tried: RequestState | None = None
+        """The suspect that the core has been told of last."""
+
+    def next_delay(self) -> float | None:
+        """Seconds to wait before the next core is started; None if there is to be none."""
+        if self._in_vain >= self._most_in_vain:
+            return None
+        self._in_vain += 1
+        self.num_restarts += 1
+        return 0.0 if self._in_vain == 1 else min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2**self._in_vain)
+
+    def core_died(self, entering: Iterable[int]) -> None:
+        """Suspicion falls on the requests it had just begun with, whose handles are `entering`."""
+        known = self._processor.sequences
+        requests = {known[handle].request: None for handle in entering if handle in known}
+        self._tried = None
+        for request in requests:
+            if request.has_progressed:
+                continue
+            request.strikes += 1
+            if request.strikes >= MAX_STRIKES:
+                self._processor.fail(request, RequestFailedError("the core died each time it began with this request"))
+            elif request not in self._suspects:
+                self._suspects.append(request)
+
+    def resume(self) -> Iterator[EngineCoreRequest]:
+        """All that a new core is to go on with, but for the suspects: they come one at a time."""
+        for request in self._processor.core_died(self._is_live):
+            if request.has_progressed:
+                request.strikes = 0
+            request.has_progressed = False
+            if request not in self._suspects:
+                yield from resubmissions(request)
+        yield from self._try_next()
+
+    def core_works(self) -> Iterator[EngineCoreRequest]:
+        """A token came, or a request ended. Perhaps it is the turn of the next suspect."""
+        self._in_vain = 0
+        tried = self._tried
+        if tried is None or tried.has_progressed or not self._is_in_core(tried):
+            yield from self._try_next()
+
+    def _is_in_core(self, request: RequestState) -> bool:
+        return self._is_live(request) and any(each.handle in self._processor.sequences for each in request.sequences)
+
+    def _try_next(self) -> Iterator[EngineCoreRequest]:
+        self._tried = None
+        while self._suspects and self._tried is None:
+            request = self._suspects.popleft()
+            if self._is_in_core(request):
+                self._tried = request
+                yield from resubmissions(request)
+
+
+def resubmissions(request: RequestState) -> Iterator[EngineCoreRequest]:
+    """A request as a new core is to continue it: whole if nothing of it is out, else sequence by sequence."""
+    message = request.message
+    assert message is not None
+    elapsed = time.monotonic() - request.sent_at
+    message = msgspec.structs.replace(
+        message,
+        deadline=_left(message.deadline, elapsed),
+        time_limit=_left(message.time_limit, elapsed),
+        # Once admitted a request does not wait for admission any more.
+        queue_timeout=None if request.started else _left(message.queue_timeout, elapsed),
+        prompt_logprobs_from=request.prompt_logprobs_from,
+    )
+    if all(sequence.finish is None and not sequence.new_token_ids for sequence in request.sequences):
+        yield message
+        return
+    seeds = {sibling.handle: sibling.seed for sibling in message.siblings}
+    for sequence in request.sequences:
+        if sequence.finish is None:
+            yield _continue(message, sequence, seeds.get(sequence.handle, message.sampling.seed))
+
+
+def _continue(message: EngineCoreRequest, sequence: SequenceState, seed: int) -> EngineCoreRequest:
+    is_first = sequence.handle == message.handle
+    sampling = msgspec.structs.replace(
+        message.sampling, seed=seed, prompt_logprobs=message.sampling.prompt_logprobs if is_first else None
+    )
+    return msgspec.structs.replace(
+        message,
+        handle=sequence.handle,
+        sampling=sampling,
+        output_token_ids=message.output_token_ids + sequence.new_token_ids.tobytes(),
+        siblings=[],
+    )
+
+
+def _left(limit: float | None, elapsed: float) -> float | None:
+    return None if limit is None else limit - elapsed
