@@ -305,7 +305,7 @@ class AsyncLLM:
     async def _recover(self, error: TailraceError) -> None:
         """Replaces a dead core and lets it continue every live request. Sets `error` if there is to be no other."""
         self.recovering = True
-        self.recovery.core_died(self.core.entering)
+        self.recovery.core_died(self.core.entering, self.core.was_killed)
         await self.core.close(grace=0)
         while self.recovering:
             delay = self.recovery.next_delay()
@@ -315,14 +315,13 @@ class AsyncLLM:
             logger.error("%s; starting another in %.1f s", error, delay)
             await asyncio.sleep(delay)
             try:
-                core = await self._start_core()
-                if self._telling_vocabulary is not None:
-                    core.send(await asyncio.to_thread(self.model.vocabulary))
+                self.core = await self._start_core()
             except TailraceError as failure:
                 error = failure
                 continue
-            # No await from here on: what is submitted meanwhile is told with the others.
-            self.core = core
+            if self._telling_vocabulary is not None:
+                self.core.send(await asyncio.to_thread(self.model.vocabulary))
+            # No await from here on: what was submitted meanwhile is told with the others.
             self.recovering = False
         for message in self.recovery.resume():
             self.core.send(message)

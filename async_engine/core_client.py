@@ -69,6 +69,9 @@ class CoreClient(asyncio.Protocol):
         self._death: TailraceError | None = None
         self._closing = False
         self._disconnected = False
+        self._hung = False
+        self.was_killed = False
+        """Whether it ended by a SIGKILL that was not ours."""
         self._is_closed = False
         self._last_heard = time.monotonic()
         self._pinger: asyncio.TimerHandle | None = None
@@ -219,6 +222,7 @@ class CoreClient(asyncio.Protocol):
     async def _explain_death(self) -> None:
         """The socket ended: says how the process did."""
         code = await asyncio.to_thread(self._process.wait)
+        self.was_killed = code == -signal.SIGKILL and not self._hung
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         kind = CoreDiedError if self._ready.done() else StartupError
         self._died(kind(f"the core process ended by {how}"))
@@ -242,6 +246,7 @@ class CoreClient(asyncio.Protocol):
     def _ping(self) -> None:
         if self.silent_seconds > self._hang_timeout:
             logger.error("the core has been silent for %.1f s: it is killed", self.silent_seconds)
+            self._hung = True
             self._process.kill()
             return
         self.send(Ping())

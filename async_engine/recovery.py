@@ -1,9 +1,11 @@
 """Recovery: what a new core is to be told so that it goes on where the last one died.
 
 A draw depends on nothing but (seed, position), so a sequence is continued exactly from its prompt and the
-tokens that are out already. Only a request that brings the core down by itself must not come back for ever:
-one that was in the batch's first step twice when the core died is given up, and after the first time it is
-tried alone, so that the others need not share its fate.
+tokens that are out already. Only a request that brings cores down must not come back for ever. Those with
+which a core had just begun when it died are suspects: they come back one at a time, so that the others need
+not share their fate. One that alone was beginning when a core crashed, twice and without a token in between,
+is given up. A core that was killed from outside says little about its requests, but memory that runs out
+looks the same: such deaths count less.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from async_engine.request_state import RequestState, SequenceState
     from protos.messages import EngineCoreRequest
 
-MAX_STRIKES = 2
+MAX_STRIKES = 2.0
+CRASH_STRIKE = 1.0
+KILL_STRIKE = 0.4
 BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 30.0
 
@@ -53,15 +57,15 @@ class Recovery:
         self.num_restarts += 1
         return 0.0 if self._in_vain == 1 else min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2**self._in_vain)
 
-    def core_died(self, entering: Iterable[int]) -> None:
+    def core_died(self, entering: Iterable[int], was_killed: bool) -> None:
         """Suspicion falls on the requests it had just begun with, whose handles are `entering`."""
         known = self._processor.sequences
         requests = {known[handle].request: None for handle in entering if handle in known}
+        suspects = [request for request in requests if not request.has_progressed]
         self._tried = None
-        for request in requests:
-            if request.has_progressed:
-                continue
-            request.strikes += 1
+        if len(suspects) == 1:
+            suspects[0].strikes += KILL_STRIKE if was_killed else CRASH_STRIKE
+        for request in suspects:
             if request.strikes >= MAX_STRIKES:
                 self._processor.fail(request, RequestFailedError("the core died each time it began with this request"))
             elif request not in self._suspects:

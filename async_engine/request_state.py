@@ -42,8 +42,8 @@ class RequestState:
         """Whether a core has admitted it."""
         self.has_progressed = False
         """Whether a token of it came since a core was last told of it."""
-        self.strikes = 0
-        """Times in a row that the core died in its first step with it."""
+        self.strikes = 0.0
+        """Suspicion that it brings cores down; see recovery.py."""
         self.prompt_logprobs_from = 1
         """First position of the prompt whose log-probability has not come yet."""
         self.prompt_tokens = 0

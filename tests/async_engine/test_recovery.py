@@ -50,9 +50,9 @@ class Rig:
         )
         return [message.handle for message in self.recovery.core_works()]
 
-    def die(self, *entering):
+    def die(self, *entering, killed=False):
         """The core dies and another takes over: the handles it is told of at once."""
-        self.recovery.core_died(entering)
+        self.recovery.core_died(entering, killed)
         return [message.handle for message in self.recovery.resume()]
 
 
@@ -144,11 +144,37 @@ def test_request_that_kills_two_cores_is_given_up_and_the_others_live():
     guilty, innocent, other = (rig.add(handle) for handle in (1, 2, 3))
     assert rig.die(1, 2) == [3, 1]
     assert rig.die(1) == [3, 2]
+    assert rig.tokens(2, 3) == [1]
+    assert rig.die(1) == [2, 3]
     ((name, error),) = guilty.sink.log
     assert (name, type(error)) == ("failed", RequestFailedError)
     assert rig.tokens(2, 3) == []
-    assert rig.die(2) == [2, 3]
     assert innocent.strikes == other.strikes == 0
+
+
+def test_request_that_is_alone_is_given_up_after_the_second_time():
+    rig = Rig()
+    guilty = rig.add(1)
+    assert rig.die(1) == [1]
+    assert rig.die(1) == []
+    assert guilty.sink.log[0][0] == "failed"
+
+
+def test_none_is_given_up_for_deaths_in_company():
+    rig = Rig()
+    states = [rig.add(handle) for handle in (1, 2)]
+    for _ in range(9):
+        rig.die(1, 2)
+    assert not any(state.sink.log for state in states)
+
+
+def test_cores_that_were_killed_from_outside_count_less():
+    rig = Rig()
+    state = rig.add(1)
+    for _ in range(4):
+        assert rig.die(1, killed=True) == [1]
+    assert rig.die(1, killed=True) == []
+    assert state.sink.log[0][0] == "failed"
 
 
 def test_requests_that_had_come_through_a_step_are_no_suspects():

@@ -8,7 +8,7 @@ import grpc
 
 from protos.messages import Abort
 from protos.tailrace.v1 import generation_pb2 as pb
-from tests.e2e.serving import run, serving, stream_request, until
+from tests.e2e.serving import children, run, serving, stream_request, until
 from tests.e2e.test_generation import assert_works, failure
 
 LENGTH = 250
@@ -199,3 +199,16 @@ def test_what_is_sent_to_a_dying_core_goes_nowhere_and_nothing_of_it_stays():
 
     held = run(main)
     assert held[0] == held[2]
+
+
+def test_closing_while_another_core_starts_leaves_no_process():
+    async def main(turns):
+        async with serving() as (llm, _, _):
+            os.kill(llm.core.pid, signal.SIGKILL)
+            await until(lambda: llm.recovering)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+
+    for turns in (0, 5, 500):
+        run(lambda turns=turns: main(turns))
+        assert children(os.getpid()) == []
