@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -60,7 +61,7 @@ class AttachSink:
     ) -> None:
         """`mark` is told when there is something for the next frame that is not in its `columns`."""
         self.columns = columns
-        self._mark = mark
+        self.mark = partial(mark, self)
         self.slot = slot
         self.request_id = spec.request_id
         self.is_over = False
@@ -84,9 +85,6 @@ class AttachSink:
         self._prompt_logprobs: list[tuple[int, Logprobs]] = []
         self._summary: Summary | None = None
         self._error: TailraceError | None = None
-
-    def mark(self) -> None:
-        self._mark(self)
 
     def accepted(self, answer: to_proto.Answer) -> None:
         """What the request became, without which nothing of it can be told."""

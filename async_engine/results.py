@@ -75,22 +75,36 @@ class Score(msgspec.Struct, frozen=True):
         return math.exp(-self.total / len(self.logprobs)) if self.logprobs else 1.0
 
 
+class Whole:
+    """What a stream's parts add up to."""
+
+    def __init__(self) -> None:
+        self.prompt_logprobs: PromptLogprobs | None = None
+        self._deltas: dict[int, list[Delta]] = {}
+
+    def add(self, event: Delta | PromptLogprobs) -> None:
+        if isinstance(event, Delta):
+            self._deltas.setdefault(event.index, []).append(event)
+        elif self.prompt_logprobs is None:
+            self.prompt_logprobs = event
+        else:
+            self.prompt_logprobs.logprobs.extend(event.logprobs)
+
+    def sequences(self) -> list[Delta]:
+        """One delta for each, in order."""
+        return [Delta.join(self._deltas[index]) for index in sorted(self._deltas)]
+
+
 async def gather(prompt: Prompt, events: AsyncIterator[Delta | PromptLogprobs | Summary]) -> RequestOutput:
     """The whole of a request from its stream."""
-    deltas: dict[int, list[Delta]] = {}
-    prompt_logprobs: Logprobs | None = None
+    whole = Whole()
     async for event in events:
-        match event:
-            case Delta():
-                deltas.setdefault(event.index, []).append(event)
-            case PromptLogprobs():
-                if prompt_logprobs is None:
-                    prompt_logprobs = event.logprobs
-                else:
-                    prompt_logprobs.extend(event.logprobs)
-            case Summary():
-                sequences = [_sequence(Delta.join(deltas[index])) for index in sorted(deltas)]
-                return RequestOutput(prompt, sequences, event, prompt_logprobs)
+        if not isinstance(event, Summary):
+            whole.add(event)
+            continue
+        told = whole.prompt_logprobs
+        sequences = [_sequence(delta) for delta in whole.sequences()]
+        return RequestOutput(prompt, sequences, event, None if told is None else told.logprobs)
     raise AssertionError("a stream ended without its summary")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from async_engine import from_proto, to_proto
 from async_engine.attach import AttachCall
 from async_engine.outputs import Delta, PromptLogprobs, Started, Summary
+from async_engine.results import Whole
 from async_engine.stream import RequestStream
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
@@ -39,26 +40,19 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:
         response = pb.GenerateResponse()
         async with self._open(request.spec, context) as (stream, answer):
-            deltas: dict[int, list[Delta]] = {}
-            prompt_logprobs: PromptLogprobs | None = None
+            whole = Whole()
             async for event in stream:
                 match event:
                     case Started():
                         response.started.CopyFrom(to_proto.from_started(event, answer))
-                    case PromptLogprobs():
-                        if prompt_logprobs is None:
-                            prompt_logprobs = event
-                        else:
-                            prompt_logprobs.logprobs.extend(event.logprobs)
-                    case Delta():
-                        deltas.setdefault(event.index, []).append(event)
+                    case PromptLogprobs() | Delta():
+                        whole.add(event)
                     case Summary():
                         response.summary.CopyFrom(to_proto.from_summary(event))
-            if prompt_logprobs is not None:
-                message = response.started.prompt_logprobs
-                to_proto.fill_logprobs(message, prompt_logprobs.logprobs, prompt_logprobs.offset)
-            for index in sorted(deltas):
-                to_proto.fill_delta(response.output, Delta.join(deltas[index]), answer)
+            if (told := whole.prompt_logprobs) is not None:
+                to_proto.fill_logprobs(response.started.prompt_logprobs, told.logprobs, told.offset)
+            for delta in whole.sequences():
+                to_proto.fill_delta(response.output, delta, answer)
         return response
 
     async def Attach(self, request_iterator: AsyncIterator[pb.AttachRequest], context: Any) -> None:

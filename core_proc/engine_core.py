@@ -113,10 +113,9 @@ class EngineCore:
     def _enter(self, step: StepInFlight) -> None:
         """Tells who is new in the steps in flight, whenever that changes, before the step starts."""
         requests = self.scheduler.table.rows.requests
-        before = any(self._entering)
         self._entering.append([requests[new_row.row].handle for new_row in step.output.new_rows])
-        if before or self._entering[-1] or self._told_entering:
-            handles = [handle for handles in self._entering for handle in handles]
+        handles = [handle for handles in self._entering for handle in handles]
+        if handles or self._told_entering:
             self._told_entering = bool(handles)
             self._on_entering(handles)
 

@@ -44,7 +44,6 @@ LOGPROBS = {"generate_stream_logprobs": ("paced", "stream", True), "attach_logpr
 NUM_LOGPROBS = 5
 # In a round, there and back: a drift of the machine's speed evens out between the two that are compared.
 ORDER = ("generate_stream", "bare_handler", "attach", "attach_text", "bare_handler", "generate_stream")
-ROUND = ("generate_stream", "bare_handler", "attach", "generate_stream", "bare_handler", "attach_text")
 """Those whose ratio is the question get twice the samples, side by side."""
 UNPACED = {"generate_stream": ("unpaced", "stream", True), "attach": ("unpaced", "attach", False)}
 
