@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from async_engine.admission import Admission
 from async_engine.core_client import CoreClient
 from async_engine.core_request import core_request
 from async_engine.input_processor import Accepted, InputProcessor
@@ -21,10 +22,10 @@ from async_engine.recovery import Recovery
 from async_engine.request_state import RequestState
 from async_engine.served_model import NULL_MODEL, ServedModel, load_served_model, null_model
 from async_engine.stream import RequestStream
+from protos.config import AdmissionOptions
 from protos.errors import (
     CoreDiedError,
     DuplicateRequestError,
-    OverloadedError,
     RequestFailedError,
     TailraceError,
     UnavailableError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DEFAULT_CORE_RESTARTS = 5
+DEFAULT_ADMISSION = AdmissionOptions()
 
 
 class AsyncLLM:
@@ -59,7 +61,7 @@ class AsyncLLM:
         model: ServedModel,
         core: CoreClient,
         start_core: Callable[[], Awaitable[CoreClient]],
-        max_queued_requests: int = 1024,
+        admission: AdmissionOptions,
         max_core_restarts: int = DEFAULT_CORE_RESTARTS,
     ) -> None:
         """`start_core` makes the next core when one dies."""
@@ -76,12 +78,14 @@ class AsyncLLM:
         self.draining = False
         self.drained = asyncio.Event()
         """Set when no request is live any more and none will be."""
-        self._input = InputProcessor(model, core.ready.max_model_len)
-        self.output_processor = OutputProcessor(on_stop=self._abort_stopped, on_end=self._ended)
+        self._input = InputProcessor(model, core.ready.max_model_len, admission.queue_timeout or None)
+        self._admission = Admission(admission, core.ready.max_num_seqs)
+        self.on_stats.append(self._admission.observe)
+        self.output_processor = OutputProcessor(
+            on_stop=self._abort_stopped, on_admitted=self._admission.unqueue, on_end=self._ended
+        )
         self.recovery = Recovery(self.output_processor, self._is_live, max_core_restarts)
-        self._capacity = core.ready.max_num_seqs + max_queued_requests
         self._live: dict[str, RequestState] = {}
-        self._num_live_sequences = 0
         self._num_handles = 0
         self._telling_vocabulary: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -94,7 +98,7 @@ class AsyncLLM:
         config: EngineConfig,
         *,
         served_name: str = "",
-        max_queued_requests: int = 1024,
+        admission: AdmissionOptions = DEFAULT_ADMISSION,
         max_core_restarts: int = DEFAULT_CORE_RESTARTS,
         hang_timeout: float = math.inf,
         on_progress: Callable[[int, int], None] | None = None,
@@ -124,7 +128,7 @@ class AsyncLLM:
                 await loading,
                 core,
                 lambda: CoreClient.start(same, eos_token_ids, None, hang_timeout),
-                max_queued_requests,
+                admission,
                 max_core_restarts,
             )
         except BaseException:
@@ -163,16 +167,14 @@ class AsyncLLM:
         self, request: GenerationRequest, sink: OutputSink, request_id: str = ""
     ) -> AsyncIterator[tuple[RequestState, Accepted]]:
         """A live request whose events go to `sink`; aborted on exit if it is not over."""
-        state = self.register(request_id, sink, request.params.n)
+        state = self.register(request_id, sink, request.params.n, request.caller)
         try:
             yield state, await self.submit(state, request)
         finally:
             self.release(state)
 
-    def register(self, request_id: str, sink: OutputSink, num_sequences: int = 1) -> RequestState:
+    def register(self, request_id: str, sink: OutputSink, num_sequences: int = 1, caller: str = "") -> RequestState:
         """Makes a request known, before anything is awaited, so that it can be cancelled from now on.
-
-        Each of its sequences counts as a request of its own does.
 
         Raises DuplicateRequestError, OverloadedError, UnavailableError or what the engine died of.
         """
@@ -180,16 +182,13 @@ class AsyncLLM:
             raise self.error.with_traceback(None)
         if self.draining:
             raise UnavailableError("the server is draining")
-        # Those whose caller left count until the core has ended them: a hung core must not gather them.
-        if max(self._num_live_sequences, len(self.output_processor.sequences)) + num_sequences > self._capacity:
-            raise OverloadedError(f"{self._capacity} sequences at most run or wait at once")
         request_id = request_id or uuid.uuid4().hex
         if request_id in self._live:
             raise DuplicateRequestError(f"a live request has the id {request_id!r} already")
+        self._admission.enter(caller, num_sequences, len(self.output_processor.sequences))
         handles = [self._num_handles + 1 + index for index in range(num_sequences)]
         self._num_handles += num_sequences
-        self._num_live_sequences += num_sequences
-        state = RequestState(request_id, sink, handles)
+        state = RequestState(request_id, sink, handles, caller)
         if self.keep_text:
             state.output_text = []
         self._live[request_id] = state
@@ -199,7 +198,7 @@ class AsyncLLM:
     async def submit(self, state: RequestState, request: GenerationRequest) -> Accepted:
         """Checks a registered request and sends it to the core.
 
-        Raises InvalidRequestError or ModelNotFoundError; the caller still has to `release` the state.
+        Raises InvalidRequestError, ModelNotFoundError or OverloadedError; the caller still has to `release` the state.
         """
         accepted = await self._input.accept(request, state)
         if accepted.params.grammar is not None:
@@ -214,6 +213,7 @@ class AsyncLLM:
                 sequence.finish_resumed(accepted.complete)
             self._end_early(state, accepted.complete.reason)
         else:
+            self._admission.queue(state, len(accepted.prompt_token_ids) + len(request.resume_token_ids))
             state.sent_at = time.monotonic()
             elapsed = state.sent_at - state.arrival_time
             state.message = core_request(state, accepted, self.model, self.core.ready.max_model_len, elapsed)
@@ -226,7 +226,7 @@ class AsyncLLM:
         """The caller is done with a request, over or not. Idempotent."""
         if self._live.get(state.request_id) is state:
             del self._live[state.request_id]
-            self._num_live_sequences -= len(state.sequences)
+            self._admission.leave(state)
             if not self._live:
                 self._idle.set()
         self._abort_unfinished(state)

@@ -90,7 +90,8 @@ class AttachCall:
             from_proto.check_id(spec.request_id)
             num_sequences = from_proto.num_sequences(spec)
             sink = AttachSink(spec, self._num_slots, num_sequences, self._columns, self._mark)
-            sink.state = self._llm.register(spec.request_id, sink, num_sequences)
+            caller = from_proto.caller(spec, self._context.peer())
+            sink.state = self._llm.register(spec.request_id, sink, num_sequences, caller)
         except TailraceError as error:
             # Told under its id as far as that goes: one of megabytes would break the call.
             told = pb.GenerationSpec(request_id=spec.request_id[: from_proto.MAX_ID_LENGTH])
@@ -102,7 +103,8 @@ class AttachCall:
     async def _start(self, spec: pb.GenerationSpec, sink: AttachSink) -> None:
         try:
             limit = self._llm.core.ready.max_model_len
-            request = from_proto.to_request(spec, self._context.time_remaining(), limit)
+            peer, deadline = self._context.peer(), self._context.time_remaining()
+            request = from_proto.to_request(spec, peer, deadline, limit)
             accepted = await self._llm.submit(sink.state, request)
         except TailraceError as error:
             sink.failed(error)

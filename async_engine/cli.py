@@ -10,6 +10,7 @@ try:
 
     from async_engine.flags import HelpFormatter, Parser, VersionAction, add_flags, explain, values
     from protos.config import (
+        AdmissionOptions,
         CacheOptions,
         EngineConfig,
         ExecutorOptions,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ENGINE_SECTIONS = (ModelOptions, CacheOptions, SchedulerOptions, ExecutorOptions)
+SERVE_SECTIONS = (ServerOptions, AdmissionOptions, *ENGINE_SECTIONS)
 MODEL_HELP = "Hugging Face directory or hub id, .gguf file, or 'null'; default: the embedded SmolLM2-135M-Instruct"
 MAX_VOCAB_SIZE = 1 << 31
 """Of any model: parameters are checked before the model is there, and its own vocabulary then."""
@@ -44,7 +46,7 @@ def make_parser() -> Parser:
 
     serve = command("serve", "Serve a model over gRPC.")
     serve.add_argument("model", nargs="?", default="", metavar="MODEL", help=MODEL_HELP)
-    _add_sections(serve, ServerOptions, *ENGINE_SECTIONS)
+    _add_sections(serve, *SERVE_SECTIONS)
 
     generate = command("generate", "Continue a prompt and print the text as it comes.")
     generate.add_argument("input", metavar="PROMPT", help="text to continue; '-' reads it from standard input")
@@ -80,8 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         case "serve":
             from async_engine.commands import serve
 
-            sections = (ServerOptions, *ENGINE_SECTIONS)
-            return serve(build(ServeConfig, **values(arguments, *sections)))
+            return serve(build(ServeConfig, **values(arguments, *SERVE_SECTIONS)))
         case "generate" | "chat":
             from async_engine import commands
 

@@ -63,6 +63,7 @@ def core_request(
         siblings=[Sibling(other.handle, sequence_seed(params.seed, index)) for index, other in enumerate(others, 1)],
         repetition=params.repetition,
         grammar=params.grammar,
+        caller=request.caller,
     )
 
 

@@ -41,10 +41,12 @@ class Accepted(msgspec.Struct, frozen=True):
 
 
 class InputProcessor:
-    """Knows the model and its limits. `max_model_len` is in tokens."""
+    """Knows the model and its limits. `max_model_len` is in tokens, `queue_timeout` in seconds: of requests that say
+    none."""
 
-    def __init__(self, model: ServedModel, max_model_len: int) -> None:
+    def __init__(self, model: ServedModel, max_model_len: int, queue_timeout: float | None = None) -> None:
         self._model = model
+        self._queue_timeout = queue_timeout
         self._max_model_len = max_model_len
         self._max_text_length = max_model_len * model.tokenizer.max_token_length
 
@@ -58,6 +60,8 @@ class InputProcessor:
             raise ModelNotFoundError(f"no model {name!r} here; served: {self._model.names[0]}")
         request.params.verify(self._model.vocab_size)
         self._check_scheduling(request)
+        if request.queue_timeout is None:
+            request = msgspec.structs.replace(request, queue_timeout=self._queue_timeout)
         params = self._fill_in(request.params)
         prompt_token_ids = await self._prompt_token_ids(request)
         self._check_ids("resume_from", request.resume_token_ids)

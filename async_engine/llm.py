@@ -14,13 +14,15 @@ from async_engine.beam_search import Beam, beam_search
 from async_engine.load_bar import LoadBar
 from async_engine.request import ChatPrompt, GenerationRequest, Prompt
 from async_engine.results import RequestOutput, Score, gather
-from protos.config import EngineConfig, build
+from protos.config import AdmissionOptions, EngineConfig, build
 from protos.params import SamplingParams
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
 
 T = TypeVar("T")
+NO_LIMIT = AdmissionOptions(max_queued_tokens=1 << 40)
+"""Of tokens: a script waits for all of its prompts, and submits no more requests than the engine takes at once."""
 
 
 class LLM:
@@ -37,7 +39,9 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
         try:
-            self._llm = self._run(AsyncLLM.start(config, on_progress=LoadBar() if progress else None))
+            self._llm = self._run(
+                AsyncLLM.start(config, admission=NO_LIMIT, on_progress=LoadBar() if progress else None)
+            )
         except BaseException:
             self._stop_loop()
             raise

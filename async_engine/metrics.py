@@ -30,6 +30,7 @@ _GAUGES = {
     "waiting": "Requests waiting for admission.",
     "kv_usage": "Fraction of the KV blocks in use.",
     "steps_in_flight": "Steps issued whose result is not back.",
+    "queue_seconds": "Until what waits now will have been admitted, by estimate.",
 }
 _COUNTERS = {
     "prompt_tokens": "Prompt tokens of admitted requests.",

@@ -15,6 +15,7 @@ from protos.errors import (
     OverloadedError,
     QueueTimeoutError,
     RequestFailedError,
+    ShedError,
     TailraceError,
 )
 from protos.messages import EngineCoreOutputs, Finished, FinishReason
@@ -36,13 +37,19 @@ class OutputProcessor:
     """The only loop over tokens in the front end.
 
     `on_stop(handles)` is told the sequences that are over here and must end in the core;
-    `on_end(state, finished)` each request that is over.
+    `on_admitted(state)` each request that a core has admitted, `on_end(state, finished)` each that is over.
     """
 
-    def __init__(self, on_stop: Callable[[list[int]], None], on_end: Callable[[RequestState, Finished], None]) -> None:
+    def __init__(
+        self,
+        on_stop: Callable[[list[int]], None],
+        on_admitted: Callable[[RequestState], None],
+        on_end: Callable[[RequestState, Finished], None],
+    ) -> None:
         self.sequences: dict[int, SequenceState] = {}
         """By handle, from before the request is sent to the core until the core has ended it."""
         self._on_stop = on_stop
+        self._on_admitted = on_admitted
         self._on_end = on_end
 
     def process(self, outputs: EngineCoreOutputs) -> None:
@@ -52,6 +59,7 @@ class OutputProcessor:
             sequence = sequences.get(admitted.handle)
             if sequence is not None and sequence.request.handle == admitted.handle and not sequence.request.started:
                 sequence.request.started = True
+                self._on_admitted(sequence.request)
                 sequence.request.sink.started(admitted.cached_tokens)
         for part in outputs.prompt_logprobs:
             sequence = sequences.get(part.handle)
@@ -147,4 +155,6 @@ class OutputProcessor:
 def _error(finished: Finished) -> TailraceError:
     if finished.reason is FinishReason.INVALID:
         return InvalidRequestError(finished.field, finished.message)
+    if finished.reason is FinishReason.SHED:
+        return ShedError(finished.message, finished.retry_after)
     return _FAILURES[finished.reason](finished.message)

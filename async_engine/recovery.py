@@ -112,6 +112,7 @@ def resubmissions(request: RequestState) -> Iterator[EngineCoreRequest]:
         # Once admitted a request does not wait for admission any more.
         queue_timeout=None if request.started else _left(message.queue_timeout, elapsed),
         prompt_logprobs_from=request.prompt_logprobs_from,
+        was_admitted=request.started,
     )
     if all(sequence.finish is None and not sequence.new_token_ids for sequence in request.sequences):
         yield message

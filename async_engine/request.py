@@ -41,5 +41,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     bypass_cache: bool = False
+    caller: str = ""
+    """Who asks, for fairness: callers take turns, whatever each of them asks for."""
     deadline: float | None = None
     queue_timeout: float | None = None

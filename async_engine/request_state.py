@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 class RequestState:
     """Its sequences, each under a handle of its own in the core, and what is known of it as a whole."""
 
-    def __init__(self, request_id: str, sink: OutputSink, handles: list[int]) -> None:
+    def __init__(self, request_id: str, sink: OutputSink, handles: list[int], caller: str = "") -> None:
         self.request_id = request_id
+        self.caller = caller
         self.sink = sink
         self.sequences = [SequenceState(handle, self, sink.sequence(index)) for index, handle in enumerate(handles)]
         self.arrival_time = time.monotonic()
@@ -47,6 +48,8 @@ class RequestState:
         self.prompt_logprobs_from = 1
         """First position of the prompt whose log-probability has not come yet."""
         self.prompt_tokens = 0
+        self.queued_tokens = 0
+        """Prompt and resumed tokens, while it waits to be admitted for the first time."""
         self.prompt_text = ""
         self.output_text: list[str] | None = None
         """The text that went out. It and the prompt's are kept only when they are to be logged."""

@@ -213,7 +213,7 @@ async def serve(
         AsyncLLM.start(
             config.engine,
             served_name=config.server.served_model_name,
-            max_queued_requests=config.server.max_queued_requests,
+            admission=config.admission,
             max_core_restarts=config.server.max_core_restarts,
             hang_timeout=config.server.hang_timeout,
             on_progress=on_progress,

@@ -68,7 +68,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, spec: pb.GenerationSpec, context: Any
     ) -> AsyncIterator[tuple[RequestStream, to_proto.Answer]]:
         """One request's events, and what turns them into messages; the request is aborted on exit."""
-        request = from_proto.to_request(spec, context.time_remaining(), self._llm.core.ready.max_model_len)
+        request = from_proto.to_request(
+            spec, context.peer(), context.time_remaining(), self._llm.core.ready.max_model_len
+        )
         stream = RequestStream(
             len(request.resume_token_ids),
             from_proto.coalesce(spec),

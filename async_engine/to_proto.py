@@ -131,6 +131,8 @@ def _effective(answer: Answer) -> pb.GenerationSpec:
         setattr(sampling, name, getattr(params, name))
     scheduling = pb.SchedulingOptions()
     scheduling.CopyFrom(spec.scheduling)
+    if (timeout := accepted.request.queue_timeout) is not None:
+        scheduling.queue_timeout.FromNanoseconds(round(timeout * 1e9))
     return pb.GenerationSpec(
         request_id=answer.request_id,
         model=accepted.model_name,

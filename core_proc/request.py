@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from protos.messages import EngineCoreRequest, Sibling
 
 
+OUTPUT_COST = 2.0
+"""Of a token drawn, in tokens of prompts: it takes a step of its own, if a shared one."""
+
+
 class State(Enum):
     WAITING = auto()
     """Queued, for the first time or after a preemption."""
@@ -34,7 +38,7 @@ class Request:
     client: int
     handle: int
     arrival: int
-    """Number of the request in order of arrival: breaks ties of priority."""
+    """Number of the request in order of arrival and, once it is admitted, of admission: breaks ties of priority."""
     arrival_time: float
     params: EngineCoreRequest
     token_ids: npt.NDArray[np.int32]
@@ -65,10 +69,33 @@ class Request:
     """A step that computed it failed, and it has not drawn a token in a trial since; or it ended as guilty."""
     dropped_step: int = -1
     """Results of steps up to this one are ignored."""
+    expected_output: int = 0
+    """Tokens it was expected to draw when it came."""
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     admitted_time: float = -math.inf
     first_token_time: float = -math.inf
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it takes its turn among all callers: not what was admitted before, here or by another core, nor what
+        shares the prompt of that."""
+        return self.admitted_time == -math.inf and not self.is_sibling and not self.params.was_admitted
+
+    @property
+    def has_time_limit(self) -> bool:
+        """Whether it may come too late."""
+        return self.params.deadline is not None or self.params.queue_timeout is not None
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Of prompt and output, those it came with."""
+        return self.num_prompt_tokens + len(self.params.output_token_ids) // 4
+
+    @property
+    def cost(self) -> float:
+        """What serving it is expected to take, in tokens of prompts."""
+        return (0 if self.is_sibling else self.num_given_tokens) + OUTPUT_COST * self.expected_output
 
     @property
     def key(self) -> tuple[int, int]:

@@ -15,7 +15,8 @@ import math
 from typing import TYPE_CHECKING
 
 from core_proc.events import EventLog
-from core_proc.request import Request, State
+from core_proc.pace import Pace
+from core_proc.request import OUTPUT_COST, Request, State
 from core_proc.request_queue import RequestQueue
 from core_proc.rows import Rows
 from core_proc.timers import Timers
@@ -36,9 +37,10 @@ class RequestTable:
         self.kv_cache = kv_cache
         self.events = EventLog()
         self.timers = Timers()
+        self.pace = Pace()
         self._clock = clock
         self._requests: dict[tuple[int, int], Request] = {}
-        self._num_arrived = 0
+        self._num_arrived = -1
         self._prompt_tokens = 0
         self._prefix_queries = 0
         self._prefix_hits = 0
@@ -66,10 +68,14 @@ class RequestTable:
     def _register(self, request: Request) -> None:
         key = (request.client, request.handle)
         assert key not in self._requests, f"handle {key} is in use"
-        request.arrival = self._num_arrived
-        self._num_arrived += 1
+        request.arrival = self._next_number()
+        request.expected_output = self.pace.expected_output(request)
         self._requests[key] = request
         self.timers.add(request)
+
+    def _next_number(self) -> int:
+        self._num_arrived += 1
+        return self._num_arrived
 
     def release(self, request: Request) -> None:
         """A request that was held back may be served."""
@@ -88,6 +94,8 @@ class RequestTable:
         request.state = State.RUNNING
         if request.admitted_time == -math.inf:
             request.admitted_time = now
+            request.arrival = self._next_number()
+            self.waiting.admitted(request, request.cost - (0 if request.is_sibling else num_cached))
             request.num_cached_tokens = num_cached
             self._prompt_tokens += 0 if request.is_sibling else request.num_prompt_tokens
             self._prefix_queries += request.num_waiting_tokens
@@ -124,7 +132,14 @@ class RequestTable:
             request.dropped_step = last_step
 
     def finish(
-        self, request: Request, reason: FinishReason, message: str = "", *, field: str = "", stop_token_id: int = -1
+        self,
+        request: Request,
+        reason: FinishReason,
+        message: str = "",
+        *,
+        field: str = "",
+        stop_token_id: int = -1,
+        retry_after: float = 0.0,
     ) -> None:
         """Any state to FINISHED: gives back all it holds and tells the front end. Siblings that still wait for its
         prompt end with it."""
@@ -139,7 +154,8 @@ class RequestTable:
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
             if sibling.state is not State.FINISHED:
-                self.finish(sibling, reason, message, field=field)
+                self.finish(sibling, reason, message, field=field, retry_after=retry_after)
+        self._settle(request, reason)
         now = self._clock()
         queued_until = request.admitted_time if request.admitted_time > -math.inf else now
         prefilled_until = request.first_token_time if request.first_token_time > -math.inf else now
@@ -156,8 +172,17 @@ class RequestTable:
                 decode_seconds=now - prefilled_until,
                 message=message,
                 field=field,
+                retry_after=retry_after,
             ),
         )
+
+    def _settle(self, request: Request, reason: FinishReason) -> None:
+        """Its caller pays for what was drawn."""
+        num_drawn = len(request.token_ids) - request.num_given_tokens
+        if request.admitted_time > -math.inf:
+            self.waiting.settle(request, OUTPUT_COST * (num_drawn - request.expected_output))
+        if reason.is_complete and not request.params.sampling.ignore_eos:
+            self.pace.output_ended(len(request.token_ids) - request.num_prompt_tokens)
 
     def _leave_row(self, request: Request, publish: bool) -> None:
         computed = int(self.rows.computed[request.row])
@@ -183,6 +208,7 @@ class RequestTable:
             preemptions=self._preemptions,
             steps=steps,
             aborted_tokens=self._aborted_tokens,
+            queue_seconds=self.pace.queue_seconds(self.waiting.cost),
         )
 
     def audit(self) -> None:

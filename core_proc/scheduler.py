@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -21,11 +20,11 @@ import numpy.typing as npt
 from core_proc.intake import Intake, StepInFlight
 from core_proc.request import Request, State
 from core_proc.request_table import RequestTable
+from core_proc.step_draft import StepDraft
 from core_proc.suspects import Suspects
-from core_proc.timers import PrefillRate
 from protos.errors import InvalidRequestError, OverloadedError, TailraceError
 from protos.messages import FinishReason
-from protos.step import EMPTY, GrammarMask, NewRow, SchedulerOutput
+from protos.step import EMPTY, GrammarMask, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -37,21 +36,11 @@ if TYPE_CHECKING:
     from protos.step import ModelRunnerOutput
 
 Int32s = npt.NDArray[np.int32]
+Admission = Literal["open", "paused", "frozen"]
 _EXPIRED = {
     FinishReason.DEADLINE: "the deadline has passed",
     FinishReason.QUEUE_TIMEOUT: "not admitted within the queue timeout",
 }
-
-
-@dataclass(slots=True)
-class _Draft:
-    """A step while it is being put together."""
-
-    new_rows: list[NewRow] = field(default_factory=list)
-    block_rows: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    grown: set[int] = field(default_factory=set)
-    """Rows that got blocks: the only decoding ones that may have filled one."""
 
 
 class Scheduler:
@@ -74,14 +63,14 @@ class Scheduler:
         self.kv_cache = kv_cache
         self.table = RequestTable(options.max_num_seqs, max_model_len, kv_cache, clock)
         self.events = self.table.events
-        self.admission: Literal["open", "paused", "frozen"] = "open"
+        self._admission: Admission = "open"
         self._rows = self.table.rows
         self._waiting = self.table.waiting
         self._budget = options.max_num_batched_tokens
         self._prefill_cap = options.long_prefill_threshold or max(1, self._budget // 4)
         self._vocab_size = vocab_size
         self._intake = Intake(self.table, eos_token_ids, vocab_size)
-        self._prefill_rate = PrefillRate()
+        self._pace = self.table.pace
         self._suspects = Suspects()
         self._clock = clock
         self._num_steps = 0
@@ -89,11 +78,35 @@ class Scheduler:
     def __repr__(self) -> str:
         return f"Scheduler({self.admission}, {self.table}, steps={self._num_steps})"
 
+    @property
+    def admission(self) -> Admission:
+        """open; paused: nothing new is admitted; frozen: nothing is scheduled."""
+        return self._admission
+
+    @admission.setter
+    def admission(self, admission: Admission) -> None:
+        self._admission = admission
+        self._pace.queue_stopped()
+
     def add(self, request: Request) -> None:
-        """Queues a request; one that could never run fails at once. With a grammar it waits for `attach_matcher`."""
+        """Queues a request. One that could never run fails at once, and so does one that would wait too long for what
+        time it has. With a grammar it waits for `attach_matcher`."""
         self.table.add(request)
         if not 0 < request.num_waiting_tokens < request.max_len <= self.max_model_len:
             self.table.finish(request, FinishReason.ERROR, f"its length must be within 1 and {self.max_model_len - 1}")
+        elif request.is_new and request.has_time_limit:
+            wait = self._pace.queue_seconds(self._waiting.cost_before(request))
+            # Its prompt may be cached: that shows when its turn comes.
+            self._shed_if_late(request, wait, 0, self._clock())
+
+    def _shed_if_late(self, request: Request, wait: float, num_prompt_tokens: int, now: float) -> bool:
+        """Refuses a request that would miss its deadline, or its queue timeout, after waiting for so long."""
+        others_wait = self._waiting.num_ready > 1
+        late = self._pace.seconds_late(request, wait, num_prompt_tokens, others_wait, now)
+        if late > 0:
+            message = f"it would miss its deadline or queue timeout by {late:.2g} s"
+            self.table.finish(request, FinishReason.SHED, message, retry_after=late)
+        return late > 0
 
     def attach_matcher(self, request: Request, matcher: Matcher | TailraceError) -> None:
         """The grammar of a request is compiled, or cannot be: the request may run, or ends."""
@@ -178,7 +191,7 @@ class Scheduler:
         """A step of suspects, or of all others."""
         if trial and self._suspects.last_trial > self.kv_cache.last_returned_step:
             return None
-        draft = _Draft()
+        draft = StepDraft()
         rows, counts, scarce = self._schedule_running(draft, trial)
         if not scarce and len(self._waiting):
             admitted, chunks = self._admit(draft, self._budget - int(counts.sum()), now, trial)
@@ -191,7 +204,7 @@ class Scheduler:
             self._suspects.last_trial = self._num_steps
         return self._issue(draft, rows, counts, now)
 
-    def _schedule_running(self, draft: _Draft, trial: bool) -> tuple[Int32s, Int32s, bool]:
+    def _schedule_running(self, draft: StepDraft, trial: bool) -> tuple[Int32s, Int32s, bool]:
         """(rows, tokens of each, whether blocks were too few for one of them) of the running rows that compute."""
         scarce = False
         columns = self._rows
@@ -219,15 +232,13 @@ class Scheduler:
             # Someone left: whoever could not grow tries again, with the budget that came back.
             scarce = True
 
-    def _grow(self, draft: _Draft, rows: Int32s, counts: Int32s, index: int) -> bool:
+    def _grow(self, draft: StepDraft, rows: Int32s, counts: Int32s, index: int) -> bool:
         """Gives a row the blocks its tokens need, or lets it skip the step; False if it had to preempt."""
         row = int(rows[index])
         request: Request = self._rows.requests[row]
         blocks = self.kv_cache.grow(request, int(self._rows.computed[row]) + int(counts[index]))
         if blocks is not None:
-            draft.block_rows += [row] * len(blocks)
-            draft.block_ids += blocks
-            draft.grown.add(row)
+            draft.grow(row, blocks)
             self._rows.capacity[row] += len(blocks) * self.kv_cache.block_size
         elif self.kv_cache.has_deferred:
             counts[index] = 0
@@ -237,10 +248,11 @@ class Scheduler:
             return False
         return True
 
-    def _admit(self, draft: _Draft, budget: int, now: float, trial: bool) -> tuple[list[int], list[int]]:
+    def _admit(self, draft: StepDraft, budget: int, now: float, trial: bool) -> tuple[list[int], list[int]]:
         """(rows, tokens of each) of waiting requests that start or resume in this step."""
         rows: list[int] = []
         counts: list[int] = []
+        costs: list[float] = []
         kept_rows, kept_tokens = (0, 0) if trial else self._suspects.reserved(self.kv_cache.block_size)
         next_one = self._suspects.next_waiting if trial else self._next_to_admit
         while budget > 0 and self._rows.num_free > kept_rows and (request := next_one()):
@@ -249,8 +261,7 @@ class Scheduler:
             num_tokens = request.num_waiting_tokens
             hits = self.kv_cache.lookup(request)
             cached = len(hits) * self.kv_cache.block_size
-            if self._prefill_rate.misses_deadline(request, num_tokens - cached, now):
-                self.table.finish(request, FinishReason.DEADLINE, "the deadline cannot be met any more")
+            if request.is_new and self._shed_if_late(request, 0.0, num_tokens - cached, now):
                 continue
             # All of it must fit, not just the first chunk: else prompts evict one another half-way.
             if not self.kv_cache.fits(num_tokens + kept_tokens, hits):
@@ -261,20 +272,13 @@ class Scheduler:
                 count = min(count, self._prefill_cap)
             grown = self.kv_cache.grow(request, cached + count)
             assert grown is not None, "fits() was asked"
+            costs.append(request.cost)
             rows.append(self.table.start(request, cached, now))
             counts.append(count)
             budget -= count
-            draft.new_rows.append(
-                NewRow(
-                    row=request.row,
-                    token_ids=request.token_ids,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    block_ids=list(request.block_ids),
-                    sampling=request.params.sampling,
-                    prompt_logprobs_from=request.prompt_logprobs_from,
-                )
-            )
+            draft.enter(request)
             self._publish(request, cached + count)
+        self._pace.queue_moved(costs, now, self._waiting.num_ready)
         return rows, counts
 
     def _next_to_admit(self) -> Request | None:
@@ -284,7 +288,7 @@ class Scheduler:
             return min(preempted, key=lambda request: request.key, default=None)
         return self._waiting.peek()
 
-    def _issue(self, draft: _Draft, rows: Int32s, counts: Int32s, now: float) -> StepInFlight:
+    def _issue(self, draft: StepDraft, rows: Int32s, counts: Int32s, now: float) -> StepInFlight:
         """Counts the chosen tokens as computed and describes the step."""
         columns = self._rows
         starts = columns.computed[rows]
@@ -342,7 +346,7 @@ class Scheduler:
         now = self._clock()
         self.kv_cache.step_returned(step.output.step_id)
         # One token of each row is not prefill, or not enough to matter.
-        self._prefill_rate.observe(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
+        self._pace.step_returned(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
         self._intake.take(step, output, now)
         if self._suspects.is_trial(step):
             self._suspects.clear(step)

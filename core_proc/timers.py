@@ -57,34 +57,6 @@ class Timers:
         return min(max(0.0, self._heap[0][0] - now), MAX_WAIT) if self._heap else None
 
 
-class PrefillRate:
-    """How fast prompts were computed lately, to tell which deadlines cannot be met.
-
-    Optimistic on purpose: the best recent rate, slowly forgotten. What it refuses was surely lost.
-    """
-
-    MIN_TOKENS = 64
-    """Smaller steps say more about overhead than about speed."""
-
-    def __init__(self) -> None:
-        self._tokens_per_second = 0.0
-        self._last_return = -math.inf
-
-    def observe(self, num_tokens: int, scheduled_time: float, now: float) -> None:
-        """A step is back. Behind another one in flight, it began when that one was back."""
-        seconds = now - max(scheduled_time, self._last_return)
-        self._last_return = now
-        if num_tokens >= self.MIN_TOKENS and seconds > 0:
-            self._tokens_per_second = max(num_tokens / seconds, 0.9 * self._tokens_per_second)
-
-    def misses_deadline(self, request: Request, num_tokens: int, now: float) -> bool:
-        """Whether computing this many prompt tokens from now on ends after the request's deadline."""
-        if request.params.deadline is None or not self._tokens_per_second:
-            return False
-        left = request.arrival_time + request.params.deadline - now
-        return num_tokens / self._tokens_per_second > left
-
-
 def _applies(request: Request, reason: FinishReason) -> bool:
     if request.state is State.FINISHED:
         return False

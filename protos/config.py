@@ -118,9 +118,6 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         str, Meta(description="name clients may ask for beside the model's own, and the one we tell; default: none")
     ] = ""
     metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; default: none")] = ""
-    max_queued_requests: Annotated[
-        int, Meta(ge=0, le=1 << 20, description="requests waiting beyond those that run; more get RESOURCE_EXHAUSTED")
-    ] = 1024
     max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 16
     keepalive_time: Annotated[
         float,
@@ -154,10 +151,36 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     log_prompts: Annotated[bool, Meta(description="also log prompts and outputs")] = False
 
 
+class AdmissionOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How much may wait at the door. What is over it gets RESOURCE_EXHAUSTED, and when to try again."""
+
+    max_queued_requests: Annotated[
+        int, Meta(ge=0, le=1 << 20, description="requests waiting beyond those that run; more get RESOURCE_EXHAUSTED")
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="prompt tokens that wait at most, beside those of one request; more get RESOURCE_EXHAUSTED",
+        ),
+    ] = 1 << 20
+    queue_timeout: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="seconds that a request which does not say waits to be admitted, then RESOURCE_EXHAUSTED; "
+            "0: no limit",
+        ),
+    ] = 0.0
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`tailrace serve`: a server around an engine."""
 
     server: ServerOptions = ServerOptions()
+    admission: AdmissionOptions = AdmissionOptions()
     model: ModelOptions = ModelOptions()
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()

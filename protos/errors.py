@@ -68,6 +68,13 @@ class QueueTimeoutError(OverloadedError):
     reason = "QUEUE_TIMEOUT"
 
 
+class ShedError(OverloadedError):
+    """The request could not have met its deadline, or would have waited longer than it allowed: it was refused
+    before it cost anything."""
+
+    reason = "SHED"
+
+
 class DeadlineError(TailraceError):
     """The caller's deadline has passed, or can no longer be met."""
 

@@ -33,10 +33,16 @@ class FinishReason(enum.IntEnum):
     ERROR = 102
     INVALID = 103
     OVERLOADED = 104
+    SHED = 105
 
     @property
     def is_failure(self) -> bool:
         return self >= 100
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output came to an end, rather than being cut off from outside."""
+        return not self.is_failure and self not in (FinishReason.ABORTED, FinishReason.TIME_LIMIT)
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -139,6 +145,10 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, tag="add", array_like=True)
     grammar: GrammarSpec | None = None
     prompt_logprobs_from: int = 1
     """First position of the prompt whose log-probability is wanted, where any is."""
+    caller: str = ""
+    """Who asks. Callers get their turns in fairness, whatever each of them asks for."""
+    was_admitted: bool = False
+    """By a core before this one: it goes on before what is new, and is not refused."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -226,10 +236,12 @@ class Finished(msgspec.Struct, frozen=True, array_like=True):
     """For failures: what to tell the caller."""
     field: str = ""
     """For INVALID: the field of the request at fault."""
+    retry_after: float = 0.0
+    """For SHED: seconds after which it might have been in time."""
 
 
 class CoreStats(msgspec.Struct, frozen=True, array_like=True):
-    """Gauges and, from `prompt_tokens` on, totals since start."""
+    """Gauges and, from `prompt_tokens` to `aborted_tokens`, totals since start."""
 
     running: int
     waiting: int
@@ -245,6 +257,8 @@ class CoreStats(msgspec.Struct, frozen=True, array_like=True):
     steps: int
     aborted_tokens: int
     """Tokens computed for requests that were then aborted."""
+    queue_seconds: float = 0.0
+    """Until what waits now will have been admitted, by estimate."""
 
 
 class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):

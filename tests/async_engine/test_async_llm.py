@@ -3,15 +3,23 @@
 import asyncio
 import contextlib
 
+import msgspec
 import pytest
 
-from async_engine.async_llm import AsyncLLM
+from async_engine.async_llm import DEFAULT_ADMISSION, AsyncLLM
 from async_engine.outputs import Delta, Summary
 from async_engine.request import GenerationRequest
 from async_engine.stream import RequestStream
-from protos.config import EngineConfig, build
-from protos.errors import CoreDiedError, DuplicateRequestError, OverloadedError, RequestFailedError, UnavailableError
-from protos.messages import Abort, FinishReason, GrammarSpec, Vocabulary
+from protos.config import AdmissionOptions, EngineConfig, build
+from protos.errors import (
+    CoreDiedError,
+    DuplicateRequestError,
+    OverloadedError,
+    QueueTimeoutError,
+    RequestFailedError,
+    UnavailableError,
+)
+from protos.messages import Abort, CoreStats, FinishReason, GrammarSpec, Vocabulary
 from protos.params import SamplingParams
 from tests.e2e.serving import run, until
 
@@ -21,10 +29,13 @@ ENDLESS = GenerationRequest(prompt="x", params=SamplingParams(max_tokens=30_000)
 CONSTRAINED = GenerationRequest(prompt="x", params=SamplingParams(grammar=GrammarSpec("regex", "ab")))
 
 
-def engine(max_queued_requests=1024, max_core_restarts=5, **options):
+EMPTY_STATS = CoreStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
+
+
+def engine(admission=DEFAULT_ADMISSION, max_core_restarts=5, **options):
     return AsyncLLM.start(
         build(EngineConfig, model="null", **options),
-        max_queued_requests=max_queued_requests,
+        admission=admission,
         max_core_restarts=max_core_restarts,
     )
 
@@ -116,7 +127,7 @@ def test_ids_are_unique_while_live():
 
 def test_requests_beyond_the_capacity_are_refused_also_while_the_core_has_yet_to_end_old_ones():
     async def main():
-        async with await engine(max_queued_requests=0, max_num_seqs=2) as llm:
+        async with await engine(admission=AdmissionOptions(max_queued_requests=0), max_num_seqs=2) as llm:
             states = [llm.register(f"{i}", RequestStream()) for i in range(2)]
             with pytest.raises(OverloadedError):
                 llm.register("c", RequestStream())
@@ -191,7 +202,7 @@ def record_sent(llm):
 
 def test_each_sequence_counts_as_a_request_and_has_a_handle_of_its_own():
     async def main():
-        async with await engine(max_queued_requests=0, max_num_seqs=4) as llm:
+        async with await engine(admission=AdmissionOptions(max_queued_requests=0), max_num_seqs=4) as llm:
             first = llm.register("a", RequestStream(num_sequences=3), 3)
             with pytest.raises(OverloadedError):
                 llm.register("b", RequestStream(num_sequences=2), 2)
@@ -267,3 +278,144 @@ def test_request_that_a_stop_string_ends_is_complete_in_the_core_too():
 
     (abort,) = run(main)
     assert abort.stopped
+
+
+class TestQueuedTokens:
+    """At most 100 wait; one request runs at a time."""
+
+    @staticmethod
+    def request(tokens, **fields):
+        return GenerationRequest(prompt=[1] * tokens, params=SamplingParams(max_tokens=400, ignore_eos=True), **fields)
+
+    @staticmethod
+    def engine(**options):
+        return engine(admission=AdmissionOptions(max_queued_tokens=100, **options), max_num_seqs=1, null_step_ms=1)
+
+    async def submit(self, llm, tokens, **fields):
+        stream = RequestStream()
+        state = llm.register("", stream, caller=f"{id(stream)}")
+        try:
+            await llm.submit(state, self.request(tokens, **fields))
+        except OverloadedError:
+            llm.release(state)
+            raise
+        return state, stream
+
+    async def running(self, llm):
+        state, stream = await self.submit(llm, 90)
+        await stream.ready()
+        return state
+
+    def test_more_are_refused_until_some_are_admitted_or_leave(self):
+        async def main():
+            async with await self.engine() as llm:
+                running = await self.running(llm)
+                first, _ = await self.submit(llm, 60)
+                with pytest.raises(OverloadedError) as error:
+                    await self.submit(llm, 41)
+                assert error.value.retry_after >= 1
+                second, _ = await self.submit(llm, 30, resume_token_ids=[1] * 10)
+                with pytest.raises(OverloadedError):
+                    await self.submit(llm, 1)
+                llm.release(first)
+                third, stream = await self.submit(llm, 60)
+                for state in (running, second):
+                    llm.release(state)
+                await stream.ready()
+                fourth, _ = await self.submit(llm, 100)
+                for state in (third, fourth):
+                    llm.release(state)
+                await assert_idle(llm)
+                assert llm._admission._queued_tokens == 0
+
+        run(main)
+
+    def test_one_that_is_alone_may_have_any_length(self):
+        async def main():
+            async with await self.engine() as llm:
+                running = await self.running(llm)
+                large, _ = await self.submit(llm, 300)
+                with pytest.raises(OverloadedError):
+                    await self.submit(llm, 1)
+                for state in (running, large):
+                    llm.release(state)
+
+        run(main)
+
+    def test_the_wait_that_the_core_tells_is_what_a_refused_caller_is_told(self):
+        async def main():
+            async with await self.engine() as llm:
+                running = await self.running(llm)
+                waiting, _ = await self.submit(llm, 100)
+                found = []
+                for seconds in (0.0, 20.0, 1e9):
+                    llm._admission.observe(msgspec.structs.replace(EMPTY_STATS, queue_seconds=seconds))
+                    with pytest.raises(OverloadedError) as error:
+                        await self.submit(llm, 1)
+                    found.append(error.value.retry_after)
+                for state in (running, waiting):
+                    llm.release(state)
+                return found
+
+        assert run(main) == [1.0, 10.0, 60.0]
+
+    def test_a_request_that_names_no_queue_timeout_has_the_servers(self):
+        async def main():
+            async with await self.engine(queue_timeout=0.05) as llm:
+                running = await self.running(llm)
+                sent = record_sent(llm)
+                with pytest.raises(QueueTimeoutError):
+                    await collect(llm, self.request(1))
+                own, _ = await self.submit(llm, 1, queue_timeout=60.0)
+                timeouts = [message.queue_timeout for message in sent if hasattr(message, "queue_timeout")]
+                for state in (running, own):
+                    llm.release(state)
+                return timeouts
+
+        named_none, named_one = run(main)
+        assert named_none <= 0.05
+        assert 50 < named_one <= 60.0
+
+
+def test_no_caller_fills_the_queue_alone():
+    async def main():
+        async with await engine(admission=AdmissionOptions(max_queued_requests=16), max_num_seqs=4) as llm:
+            crowd = [llm.register("", RequestStream(), 1, "crowd") for _ in range(18)]
+            with pytest.raises(OverloadedError, match="18 sequences"):
+                llm.register("", RequestStream(), 1, "crowd")
+            others = [llm.register("", RequestStream(), 1, caller) for caller in ("a", "b")]
+            with pytest.raises(OverloadedError, match="20 sequences"):
+                llm.register("", RequestStream(), 1, "c")
+            for state in [*crowd, *others]:
+                llm.release(state)
+            assert not llm._admission._of_caller
+
+    run(main)
+
+
+def test_no_caller_fills_the_queue_with_tokens_alone():
+    async def main():
+        async with await engine(
+            admission=AdmissionOptions(max_queued_tokens=80), max_num_seqs=1, null_step_ms=1
+        ) as llm:
+
+            async def submit(tokens, caller):
+                state = llm.register("", stream := RequestStream(), 1, caller)
+                params = SamplingParams(max_tokens=400, ignore_eos=True)
+                try:
+                    await llm.submit(state, GenerationRequest(prompt=[1] * tokens, params=params, caller=caller))
+                except OverloadedError:
+                    llm.release(state)
+                    raise
+                return state, stream
+
+            running, stream = await submit(1, "crowd")
+            await stream.ready()
+            first, _ = await submit(70, "crowd")
+            with pytest.raises(OverloadedError, match="70 tokens"):
+                await submit(1, "crowd")
+            other, _ = await submit(10, "other")
+            for state in (running, first, other):
+                llm.release(state)
+
+    run(main)

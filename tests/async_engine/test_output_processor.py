@@ -58,8 +58,8 @@ class Rig:
     """An OutputProcessor and what it called back."""
 
     def __init__(self):
-        self.stopped, self.ended, self.finished = [], [], []
-        self.processor = OutputProcessor(self.stopped.extend, self._on_end)
+        self.stopped, self.admitted, self.ended, self.finished = [], [], [], []
+        self.processor = OutputProcessor(self.stopped.extend, self.admitted.append, self._on_end)
 
     def _on_end(self, state, finished):
         self.ended.append(state.handle)

@@ -23,7 +23,9 @@ class Rig:
     def __init__(self, most_in_vain=3):
         self.live, self.aborted, self.ended = [], [], []
         self.processor = OutputProcessor(
-            self.aborted.extend, lambda state, finished: self.ended.append((state.request_id, finished.reason))
+            self.aborted.extend,
+            lambda state: None,
+            lambda state, finished: self.ended.append((state.request_id, finished.reason)),
         )
         self.recovery = Recovery(self.processor, self.live.__contains__, most_in_vain)
 

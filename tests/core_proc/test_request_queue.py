@@ -70,16 +70,6 @@ def test_request_put_back_to_be_held_is_not_served_by_the_place_it_had() -> None
     assert queue.peek() is second
 
 
-def test_requests_that_leave_from_behind_are_not_kept_for_ever() -> None:
-    queue = RequestQueue()
-    queue.push(request(0, priority=-1))
-    for arrival in range(1, 1000):
-        behind = request(arrival)
-        queue.push(behind)
-        queue.remove(behind)
-    assert len(queue._heap) < 100
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_queue_equals_a_sorted_list_under_random_operations(seed: int) -> None:
     rng = random.Random(seed)

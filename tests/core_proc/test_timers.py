@@ -186,9 +186,10 @@ class TestDeadlineThatCannotBeMet:
         harness = self.measured(depth)
         hopeless, feasible = harness.add(range(240), deadline=2.3), harness.add([5, *range(200)], deadline=2.1)
         harness.issue()
-        assert hopeless.reason is FinishReason.DEADLINE
+        assert hopeless.reason is FinishReason.SHED
         assert hopeless.finished is not None
-        assert hopeless.finished.message == "the deadline cannot be met any more"
+        assert "would miss its deadline" in hopeless.finished.message
+        assert hopeless.finished.retry_after == pytest.approx(0.1, abs=0.05)
         assert not hopeless.admitted
         assert feasible.state is State.RUNNING
         harness.run_to_end()

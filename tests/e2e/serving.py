@@ -17,7 +17,7 @@ import grpc
 import async_engine  # noqa: F401  first, so that grpc is imported as the server imports it
 from async_engine.async_llm import AsyncLLM
 from async_engine.server import Server
-from protos.config import EngineConfig, ServerOptions, build
+from protos.config import AdmissionOptions, EngineConfig, ServerOptions, build
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 
@@ -26,13 +26,13 @@ READY = re.compile(r"tailrace ready on ([^ ]+): ")
 
 
 @contextlib.asynccontextmanager
-async def serving(*, server: dict[str, Any] | None = None, max_queued_requests: int = 1024, **engine: Any):
+async def serving(*, server: dict[str, Any] | None = None, admission: dict[str, Any] | None = None, **engine: Any):
     """(AsyncLLM, stub, channel) of a server in this process, with scripted tokens unless a model is named."""
     config = build(EngineConfig, **({"model": "null"} | engine))
     options = ServerOptions(**({"listen": "127.0.0.1:0"} | (server or {})))
     async with await AsyncLLM.start(
         config,
-        max_queued_requests=max_queued_requests,
+        admission=AdmissionOptions(**(admission or {})),
         max_core_restarts=options.max_core_restarts,
         hang_timeout=options.hang_timeout,
     ) as llm:

@@ -336,7 +336,7 @@ def test_a_live_id_cannot_be_used_twice_and_is_free_again_afterwards():
 
 def test_more_requests_than_may_wait_are_resource_exhausted_with_retry_info():
     async def main():
-        async with serving(null_step_ms=1, max_num_seqs=1, max_queued_requests=1) as (llm, stub, _):
+        async with serving(null_step_ms=1, max_num_seqs=1, admission={"max_queued_requests": 1}) as (llm, stub, _):
             calls = [stub.GenerateStream(stream_request("x", ENDLESS)) for _ in range(2)]
             await until(lambda: llm.num_live == 2)
             error = await failure(stub.GenerateStream(stream_request("y")))
@@ -414,3 +414,78 @@ def test_draining_refuses_new_requests_and_lets_live_ones_finish():
     assert error.code() == grpc.StatusCode.UNAVAILABLE
     assert details_of(error)["ErrorInfo"].reason == UnavailableError.reason
     assert messages[-1].HasField("summary")
+
+
+class TestOverload:
+    @staticmethod
+    async def crowd(stub, count, **scheduling):
+        """So many calls that wait behind one another."""
+        spec = {"scheduling": pb.SchedulingOptions(**scheduling)}
+        stop = pb.StopOptions(max_tokens=40, ignore_eos=True)
+        return [stub.GenerateStream(stream_request("x" * 20, stop=stop, **spec)) for _ in range(count)]
+
+    def test_a_caller_with_one_request_does_not_wait_for_one_with_many(self):
+        async def main():
+            async with serving(null_step_ms=2, max_num_seqs=2) as (llm, stub, channel):
+                crowd = await self.crowd(stub, 300, session_id="crowd")
+                await until(lambda: llm.num_live > 250)
+                (single,) = await self.crowd(stub, 1, session_id="single")
+                apart = [("grpc.use_local_subchannel_pool", 1)]
+                async with grpc.aio.insecure_channel(channel.address, options=apart) as other:
+                    (peer,) = await self.crowd(generation_pb2_grpc.GenerationServiceStub(other), 1)
+                    for call in (single, peer):
+                        assert kinds([message async for message in call])[-1] == "summary"
+                waiting = llm.num_live
+                for call in crowd:
+                    call.cancel()
+                return waiting
+
+        assert run(main) > 200
+
+    def test_what_cannot_be_in_time_is_refused_at_once_and_told_when_to_come_again(self):
+        async def main():
+            async with serving(null_step_ms=2, max_num_seqs=2) as (llm, stub, _):
+                ended = []
+                llm.on_end.append(lambda *_: ended.append(None))
+                crowd = await self.crowd(stub, 300)
+                await until(lambda: len(ended) > 20)  # so many show how fast the queue moves
+                stop = pb.StopOptions(max_tokens=1)
+                began = time.monotonic()
+                error = await failure(stub.GenerateStream(stream_request("late", stop=stop), timeout=4))
+                waited = time.monotonic() - began
+                for call in crowd:
+                    call.cancel()
+                await until(lambda: llm.num_live == 0 and not llm.output_processor.sequences)
+                await assert_works(llm, stub)
+                return error, waited
+
+        error, waited = run(main)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        details = details_of(error)
+        assert details["ErrorInfo"].reason == "SHED"
+        assert 0 < details["RetryInfo"].retry_delay.ToMilliseconds() < 60_000
+        assert waited < 2, "it was not refused at the door"
+
+    def test_more_tokens_than_may_wait_are_resource_exhausted(self):
+        async def main():
+            async with serving(null_step_ms=1, max_num_seqs=1, admission={"max_queued_tokens": 50}) as (llm, stub, _):
+                first = stub.GenerateStream(stream_request("x", ENDLESS))
+                await anext(aiter(first))
+                second = stub.GenerateStream(stream_request("x" * 40, ENDLESS))
+                await until(lambda: llm._admission._queued_tokens)
+                error = await failure(stub.GenerateStream(stream_request("x" * 40)))
+                first.cancel()
+                second.cancel()
+                return error
+
+        error = run(main)
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert details_of(error)["ErrorInfo"].reason == "OVERLOADED"
+
+    def test_the_servers_queue_timeout_is_told_as_in_force(self):
+        async def main():
+            async with serving(admission={"queue_timeout": 2.5}) as (_, stub, _):
+                answer = await stub.Generate(pb.GenerateRequest(spec=stream_request("x").spec))
+                return answer.started.effective.scheduling
+
+        assert run(main).queue_timeout.ToMilliseconds() == 2500

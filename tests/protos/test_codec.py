@@ -103,9 +103,9 @@ finished = st.builds(
     message=text,
     field=text,
 )
-stats = st.tuples(*[floats if name == "kv_usage" else ints for name in CoreStats.__struct_fields__]).map(
-    lambda values: CoreStats(*values)
-)
+stats = st.tuples(
+    *[floats if name in ("kv_usage", "queue_seconds") else ints for name in CoreStats.__struct_fields__]
+).map(lambda values: CoreStats(*values))
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Hello: st.builds(Hello, configs, ids.map(tuple)),
