@@ -55,16 +55,14 @@ class InputProcessor:
 
         Raises InvalidRequestError with the path of the field, or ModelNotFoundError.
         """
-        if request.model and request.model not in self._model.names:
-            name = request.model[:MAX_SHOWN_NAME]
-            raise ModelNotFoundError(f"no model {name!r} here; served: {self._model.names[0]}")
+        self.check_model(request.model)
         request.params.verify(self._model.vocab_size)
         self._check_scheduling(request)
         if request.queue_timeout is None:
             request = msgspec.structs.replace(request, queue_timeout=self._queue_timeout)
         params = self._fill_in(request.params)
         prompt_token_ids = await self._prompt_token_ids(request)
-        self._check_ids("resume_from", request.resume_token_ids)
+        self.check_ids("resume_from", request.resume_token_ids)
         # At the start of a text and behind a blank: as tokens these differ.
         words = [before + (word.lstrip() or word) for word in params.bad_words for before in ("", " ")]
         spelt = await self._model.tokenizer.encode_all_async(words) if words else []
@@ -80,6 +78,11 @@ class InputProcessor:
         max_tokens = min(params.max_tokens or room, room)
         return Accepted(request, params, self._model.names[0], prompt_token_ids, max_tokens, bad_words, complete)
 
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFoundError unless the name is one of the model's, or empty."""
+        if name and name not in self._model.names:
+            raise ModelNotFoundError(f"no model {name[:MAX_SHOWN_NAME]!r} here; served: {self._model.names[0]}")
+
     def _fill_in(self, params: SamplingParams) -> SamplingParams:
         defaults = self._model.defaults
         return msgspec.structs.replace(
@@ -94,36 +97,44 @@ class InputProcessor:
 
     async def _prompt_token_ids(self, request: GenerationRequest) -> list[int]:
         prompt = request.prompt
-        tokenizer = self._model.tokenizer
         if isinstance(prompt, list):
             prompt = _last(prompt, request.params.truncate_prompt_tokens)
             # Before its ids are looked at one by one.
             self._check_length("token_ids", prompt, request)
-            self._check_ids("token_ids", prompt)
+            self.check_ids("token_ids", prompt)
             return prompt
         if isinstance(prompt, ChatPrompt):
-            if tokenizer.chat_template is None:
-                raise InvalidRequestError("chat", "this model has no chat template; send text or token_ids")
-            text = await render_chat_async(
-                tokenizer.chat_template,
-                prompt.messages,
-                add_generation_prompt=prompt.add_generation_prompt,
-                template_kwargs=prompt.template_kwargs,
-                bos_token=tokenizer.bos_token,
-                eos_token=tokenizer.eos_token,
-            )
-            field = "chat"
+            field, text = "chat", await self.render(prompt)
         else:
-            text, field = prompt, "text"
-        # No tokenization of so long a text can fit: refuse it before it costs anything.
-        if len(text) > self._max_text_length:
-            raise InvalidRequestError(field, f"{len(text)} characters cannot fit the context of {self._max_model_len}")
-        token_ids = await tokenizer.encode_async(text, add_special_tokens=field == "text")
+            field, text = "text", prompt
+        token_ids = await self.tokenize(field, text, add_special_tokens=field == "text")
         token_ids = _last(token_ids, request.params.truncate_prompt_tokens)
         self._check_length(field, token_ids, request)
         return token_ids
 
-    def _check_ids(self, field: str, token_ids: list[int]) -> None:
+    async def render(self, chat: ChatPrompt) -> str:
+        """The prompt of a conversation, its special tokens spelt out."""
+        tokenizer = self._model.tokenizer
+        if tokenizer.chat_template is None:
+            raise InvalidRequestError("chat", "this model has no chat template; send text or token_ids")
+        return await render_chat_async(
+            tokenizer.chat_template,
+            chat.messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            template_kwargs=chat.template_kwargs,
+            bos_token=tokenizer.bos_token,
+            eos_token=tokenizer.eos_token,
+        )
+
+    async def tokenize(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
+        """The ids of a text, which the request has in `field`."""
+        # No tokenization of so long a text can fit: refuse it before it costs anything.
+        if len(text) > self._max_text_length:
+            raise InvalidRequestError(field, f"{len(text)} characters cannot fit the context of {self._max_model_len}")
+        return await self._model.tokenizer.encode_async(text, add_special_tokens=add_special_tokens)
+
+    def check_ids(self, field: str, token_ids: list[int]) -> None:
+        """Raises InvalidRequestError if one is outside the vocabulary."""
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._model.vocab_size:
             bad = next(token_id for token_id in token_ids if not 0 <= token_id < self._model.vocab_size)
             raise InvalidRequestError(field, f"{bad} is outside the vocabulary of {self._model.vocab_size}")

@@ -139,6 +139,19 @@ def test_requests_that_leave_from_within_a_line_are_not_kept() -> None:
     assert drain(queue) == [0]
 
 
+def test_a_caller_whose_requests_cost_less_than_expected_is_entered_but_so_often() -> None:
+    queue = FairQueue()
+    served = request(0, "a", 500)
+    for each in (served, request(1, "a"), request(2, "b")):
+        queue.push(each)
+    assert serve(queue) is served
+    for _ in range(1000):
+        queue.settle(served, -0.1)
+    (tier,) = queue._tiers.values()
+    assert len(tier._order) < 100
+    assert drain(queue) == [2, 1]
+
+
 class Model:
     """The same by looking at everybody each time."""
 
