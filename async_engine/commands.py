@@ -41,6 +41,8 @@ def serve(config: ServeConfig) -> int:
     def ready(llm: AsyncLLM, server: Server) -> None:
         held = describe(llm.core.ready)
         seconds = time.monotonic() - start
+        if server.admin_address:
+            sys.stdout.write(f"operators' service on {server.admin_address}\n")
         sys.stdout.write(f"tailrace ready on {server.address}: {llm.model.names[0]}, {held}, {seconds:.1f} s\n")
         sys.stdout.flush()
 

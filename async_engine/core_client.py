@@ -16,6 +16,8 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from core_proc.black_box import BlackBox, make_box
 from protos import codec
 from protos.errors import CoreDiedError, StartupError, TailraceError
@@ -272,3 +274,13 @@ def _core_environment() -> dict[str, str]:
     """Ours, with the folders of this program on the path wherever it was started from."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def pinned(config: EngineConfig, ready: CoreReady) -> EngineConfig:
+    """The config of a core that holds what this one does: what was accepted for one must fit the next."""
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=ready.max_model_len),
+        cache=replace(config.cache, num_kv_blocks=ready.kv_capacity_tokens // ready.block_size + 1),
+    )

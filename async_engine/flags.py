@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 from msgspec import inspect
+
+from protos.config import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -121,3 +123,15 @@ def values(arguments: argparse.Namespace, *sections: type[msgspec.Struct]) -> di
     names = [field.name for section in sections for field in msgspec.structs.fields(section)]
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+
+
+OptionsT = TypeVar("OptionsT", bound=msgspec.Struct)
+
+
+def parse(kind: type[OptionsT], arguments: argparse.Namespace) -> OptionsT:
+    """The parsed values as the struct they belong to. Raises InvalidRequestError naming the option."""
+    given = values(arguments, kind)
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise refusal(error, given) from None

@@ -46,7 +46,7 @@ def to_request(spec: pb.GenerationSpec, peer: str, deadline: float | None, max_m
         bypass_cache=scheduling.bypass_cache,
         caller=caller(spec, peer),
         deadline=deadline,
-        queue_timeout=_seconds(scheduling, "queue_timeout", "scheduling.queue_timeout"),
+        queue_timeout=seconds(scheduling, "queue_timeout", "scheduling.queue_timeout"),
     )
 
 
@@ -94,7 +94,7 @@ def num_sequences(spec: pb.GenerationSpec) -> int:
 
 def progress_interval(spec: pb.GenerationSpec) -> float | None:
     """Seconds, or None for no progress messages."""
-    interval = _seconds(spec.output, "progress_interval", "output.progress_interval")
+    interval = seconds(spec.output, "progress_interval", "output.progress_interval")
     if interval is not None and interval < 0.05:
         raise InvalidRequestError("output.progress_interval", f"must be at least 0.05 s, not {interval:g} s")
     return interval
@@ -116,11 +116,12 @@ def _prompt(spec: pb.GenerationSpec, max_model_len: int) -> str | list[int] | Ch
             last = max(1, spec.truncate_prompt_tokens) if spec.HasField("truncate_prompt_tokens") else None
             return _token_ids("token_ids", spec.token_ids, max_model_len, last)
         case "chat":
-            return _chat(spec.chat)
+            return to_chat(spec.chat)
     raise InvalidRequestError("prompt", "one of text, token_ids and chat is required")
 
 
-def _chat(chat: pb.ChatPrompt) -> ChatPrompt:
+def to_chat(chat: pb.ChatPrompt) -> ChatPrompt:
+    """Raises InvalidRequestError with the path of the field."""
     if not chat.messages:
         raise InvalidRequestError("chat.messages", "at least one is required")
     messages: list[dict[str, Any]] = []
@@ -192,7 +193,7 @@ def _params(spec: pb.GenerationSpec) -> SamplingParams:
         include_match=stop.include_match,
         ignore_eos=stop.ignore_eos,
         skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
-        time_limit=_seconds(stop, "time_limit", "stop.time_limit"),
+        time_limit=seconds(stop, "time_limit", "stop.time_limit"),
         truncate_prompt_tokens=_optional(spec, "truncate_prompt_tokens"),
         n=num_sequences(spec),
         repetition=_repetition(stop.repetition) if stop.HasField("repetition") else None,
@@ -225,11 +226,12 @@ def _optional(message: Any, field: str) -> Any:
     return getattr(message, field) if message.HasField(field) else None
 
 
-def _seconds(message: Any, field: str, path: str) -> float | None:
+def seconds(message: Any, field: str, path: str) -> float | None:
+    """Of a duration, or None where it is unset. Raises InvalidRequestError if it is negative."""
     if not message.HasField(field):
         return None
     duration: Duration = getattr(message, field)
-    seconds = duration.seconds + duration.nanos / 1e9
-    if not 0 <= seconds < math.inf:
-        raise InvalidRequestError(path, f"must not be negative, not {seconds:g} s")
-    return seconds
+    length = duration.seconds + duration.nanos / 1e9
+    if not 0 <= length < math.inf:
+        raise InvalidRequestError(path, f"must not be negative, not {length:g} s")
+    return length

@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 
 from protos.errors import StartupError
+from protos.messages import NO_STATS
 
 if TYPE_CHECKING:
     from async_engine.async_llm import AsyncLLM
@@ -53,7 +54,7 @@ class Metrics:
         self._counters = {
             name: Counter(f"tailrace_{name}", text, registry=self.registry) for name, text in _COUNTERS.items()
         }
-        self._totals = dict.fromkeys(_COUNTERS, 0)
+        self._last = NO_STATS
         live = self._gauge("tailrace_live_requests", "Requests the front end knows.")
         live.set_function(lambda: llm.num_live)
         silence = self._gauge("tailrace_core_silent_seconds", "Since the core was last heard of: its step's age.")
@@ -89,10 +90,8 @@ class Metrics:
         for name, gauge in self._gauges.items():
             gauge.set(getattr(stats, name))
         for name, counter in self._counters.items():
-            total = getattr(stats, name)
-            # A core that replaced another counts from 0.
-            counter.inc(total - self._totals[name] if total >= self._totals[name] else total)
-            self._totals[name] = total
+            counter.inc(getattr(stats, name) - getattr(self._last, name))
+        self._last = stats
 
     def _ended(self, state: RequestState, finished: Finished) -> None:
         self._finished.labels(finished.reason.name.lower()).inc()

@@ -9,6 +9,7 @@ import msgspec
 
 from async_engine.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from protos.messages import Vocabulary
+from protos.model_files import read_model_spec, resolve_model
 from protos.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,6 +36,15 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     def vocabulary(self) -> Vocabulary:
         """What the tokens spell. Takes a microsecond or two per token."""
         return Vocabulary(self.tokenizer.token_bytes(), tuple(sorted(self.tokenizer.special_ids)), self.eos_token_ids)
+
+
+async def open_model(name: str, served_name: str) -> tuple[tuple[int, ...], asyncio.Future[ServedModel]]:
+    """The tokens that end an output, which a core needs to start, and the rest, which is still being read."""
+    if name == NULL_MODEL:
+        return (), asyncio.ensure_future(asyncio.sleep(0, null_model(served_name)))
+    path = await asyncio.to_thread(resolve_model, name)
+    spec = await asyncio.to_thread(read_model_spec, path)
+    return spec.eos_token_ids, asyncio.ensure_future(load_served_model(name, path, spec, served_name))
 
 
 def null_model(served_name: str) -> ServedModel:

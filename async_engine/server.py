@@ -15,19 +15,29 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from async_engine.admin_servicer import AdminServicer
 from async_engine.async_llm import AsyncLLM
+from async_engine.engine_state import EngineState, engine_state
 from async_engine.health import HealthServicer
 from async_engine.interceptors import ErrorInterceptor
 from async_engine.metrics import Metrics, MetricsServer
+from async_engine.model_servicer import ModelServicer
 from async_engine.reflection import add_reflection
 from async_engine.request_log import RequestLog
 from async_engine.servicer import GenerationServicer
 from protos.config import MIB
 from protos.errors import InvalidRequestError, StartupError
-from protos.tailrace.v1 import generation_pb2, generation_pb2_grpc
+from protos.tailrace.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    model_pb2,
+    model_pb2_grpc,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from protos.config import ServeConfig, ServerOptions
 
@@ -40,7 +50,12 @@ HANDLER_GRACE = 2.0
 MAX_PENDING_CALLS = 65_536
 NEVER = (1 << 31) - 1
 """What grpc takes for no limit in milliseconds."""
-SERVICES = (generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name,)
+GRPC_ADDRESSES = ("listen", "admin_listen")
+"""Options that may also name a unix socket."""
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+MODEL = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
@@ -73,7 +88,9 @@ def split_address(option: str, address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     is_number = port.removeprefix("-").isdecimal()
     if not colon or not is_number or "/" in host or (":" in host and not host.startswith("[")):
-        raise InvalidRequestError(option, f"must be HOST:PORT{' or unix:PATH' * (option == 'listen')}, not {address!r}")
+        raise InvalidRequestError(
+            option, f"must be HOST:PORT{' or unix:PATH' * (option in GRPC_ADDRESSES)}, not {address!r}"
+        )
     if not 0 <= int(port) <= 65535:
         raise InvalidRequestError(option, "port must be 0-65535")
     return host.strip("[]") or "0.0.0.0", int(port)
@@ -83,7 +100,7 @@ def check_address(option: str, address: str) -> None:
     """Tries whether the option's address can be had. Raises StartupError with the reason, or InvalidRequestError."""
     path = Path(address.removeprefix("unix:"))
     try:
-        if option == "listen" and address.startswith("unix:"):
+        if option in GRPC_ADDRESSES and address.startswith("unix:"):
             if not path.is_socket():  # one that is there is replaced
                 _bind(socket.AF_UNIX, str(path))
                 path.unlink()
@@ -107,20 +124,59 @@ def _bind(family: int, address: Any) -> None:
         probe.bind(address)
 
 
+class Endpoint:
+    """A gRPC server on the address that an option names; health and reflection are on each."""
+
+    def __init__(self, option: str, options: ServerOptions, health: HealthServicer, services: Iterable[str]) -> None:
+        self._option = option
+        self.address: str = getattr(options, option)
+        """What it listens on; once bound, with the port resolved."""
+        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=channel_options(options))
+        health_pb2_grpc.add_HealthServicer_to_server(health, self.grpc)
+        add_reflection(self.grpc, (*services, HEALTH))
+
+    def bind(self) -> None:
+        """Raises StartupError or InvalidRequestError if the address is no good."""
+        listen = self.address
+        is_path = listen.startswith("unix:")
+        if not is_path:
+            host, port = split_address(self._option, listen)
+            listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            port = self.grpc.add_insecure_port(listen)
+        except RuntimeError:
+            check_address(self._option, self.address)
+            flag = self._option.replace("_", "-")
+            raise StartupError(f"cannot listen on {listen}; choose another --{flag}") from None
+        self.address = listen if is_path else f"{listen.rpartition(':')[0]}:{port}"
+
+
 class Server:
-    """A gRPC server around an AsyncLLM. `address` is what it listens on, the port resolved."""
+    """The gRPC services around an AsyncLLM: those of callers on one address, those of operators on another."""
 
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self._llm = llm
         self._options = options
-        self._health = HealthServicer(SERVICES)
+        self._health = HealthServicer((GENERATION, MODEL, ADMIN))
         self._monitor: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
-        self.address = options.listen
-        self._grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=channel_options(options))
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        add_reflection(self._grpc, (*SERVICES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name))
+        self._public = Endpoint("listen", options, self._health, (GENERATION, MODEL))
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), self._public.grpc)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(llm), self._public.grpc)
+        self._admin: Endpoint | None = None
+        if options.admin_listen:
+            self._admin = Endpoint("admin_listen", options, self._health, (ADMIN,))
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(llm, options, self.drain), self._admin.grpc)
+
+    @property
+    def address(self) -> str:
+        """Of the callers' services."""
+        return self._public.address
+
+    @property
+    def admin_address(self) -> str:
+        """Of the operators' service; empty if it is not served."""
+        return self._admin.address if self._admin else ""
 
     async def start(self) -> None:
         """Listens and turns health to SERVING. Raises StartupError or InvalidRequestError if an address is no good."""
@@ -130,38 +186,34 @@ class Server:
         if options.metrics_listen:
             host, metrics_port = split_address("metrics_listen", options.metrics_listen)
             self._metrics_server = MetricsServer(f"{host}:{metrics_port}", Metrics(llm).registry)
-        self._listen()
-        await self._grpc.start()
+        endpoints = [self._public, self._admin] if self._admin else [self._public]
+        for endpoint in endpoints:
+            endpoint.bind()
+        for endpoint in endpoints:
+            await endpoint.grpc.start()
         self._set_health()
         self._monitor = asyncio.create_task(self._watch_health(), name="health")
 
-    def _listen(self) -> None:
-        listen = self._options.listen
-        is_path = listen.startswith("unix:")
-        if not is_path:
-            host, port = split_address("listen", listen)
-            listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            port = self._grpc.add_insecure_port(listen)
-        except RuntimeError:
-            check_address("listen", self._options.listen)
-            raise StartupError(f"cannot listen on {listen}; choose another --listen") from None
-        self.address = listen if is_path else f"{listen.rpartition(':')[0]}:{port}"
+    async def drain(self, seconds: float) -> int:
+        """NOT_SERVING; no new requests; live streams get their time. How many were cut."""
+        self._llm.draining = True
+        self._set_health()
+        return await self._llm.drain(seconds)
 
     async def stop(self, drain_seconds: float) -> None:
         """NOT_SERVING; no new requests; live streams get their time; handlers end; the port closes. Idempotent.
 
         The engine is closed by its owner afterwards.
         """
-        self._llm.draining = True
-        self._set_health()
-        await self._llm.drain(drain_seconds)
+        await self.drain(drain_seconds)
         if self._monitor is not None:
             self._monitor.cancel()
             await asyncio.wait([self._monitor])
         self._health.close()
         # The handlers of requests that are over have only their last writes left.
-        await self._grpc.stop(HANDLER_GRACE)
+        await self._public.grpc.stop(HANDLER_GRACE)
+        if self._admin is not None:
+            await self._admin.grpc.stop(HANDLER_GRACE)
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
 
@@ -171,13 +223,12 @@ class Server:
             self._set_health()
 
     def _set_health(self) -> None:
-        llm = self._llm
-        hung = llm.core.silent_seconds > self._options.step_timeout
-        serving = not llm.draining and llm.error is None and not hung and not llm.recovering
+        state = engine_state(self._llm, self._options.step_timeout)
+        serving = state is EngineState.SERVING
         if serving is self._health.is_serving:
             return
-        if hung:
-            logger.error("the core has been silent for %.1f s", llm.core.silent_seconds)
+        if state is EngineState.HUNG:
+            logger.error("the core has been silent for %.1f s", self._llm.core.silent_seconds)
         self._health.set(serving)
 
 
@@ -203,8 +254,9 @@ async def serve(
     or InvalidRequestError for an address that is none, before the model loads where that can be known.
     """
     check_address("listen", config.server.listen)
-    if config.server.metrics_listen:
-        check_address("metrics_listen", config.server.metrics_listen)
+    for option in ("metrics_listen", "admin_listen"):
+        if address := getattr(config.server, option):
+            check_address(option, address)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -111,6 +111,26 @@ class Tokenizer:
             texts.append(detokenizer.push((token_id,)))
         return texts
 
+    @property
+    def bos_token_id(self) -> int | None:
+        token_id: int | None = self._backend.token_to_id(self.bos_token) if self.bos_token else None
+        return token_id
+
+    def files(self) -> dict[str, bytes]:
+        """What transformers, or the tokenizers library, loads as this tokenizer: a file's name and what it holds."""
+        found = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": self.bos_token or None,
+            "eos_token": self.eos_token or None,
+            "chat_template": self.chat_template,
+            "clean_up_tokenization_spaces": False,
+        }
+        config = {key: value for key, value in found.items() if value is not None}
+        return {
+            "tokenizer.json": self._backend.to_str().encode(),
+            "tokenizer_config.json": msgspec.json.encode(config),
+        }
+
     def token_bytes(self) -> list[bytes]:
         """By id, what each token adds to the UTF-8 of a text that has begun; special tokens add nothing."""
         return token_bytes(self._backend, self._tokens, self._special_tokens)

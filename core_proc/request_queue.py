@@ -71,13 +71,14 @@ class RequestQueue:
             heapq.heappush(self._returning, (request.key, request))
 
     def peek(self) -> Request | None:
-        returning = self._first_returning()
+        returning = self.peek_returning()
         new = self._new.first()
         if new is None or (returning is not None and returning.params.priority <= new.params.priority):
             return returning
         return new
 
-    def _first_returning(self) -> Request | None:
+    def peek_returning(self) -> Request | None:
+        """The first of those that are not new."""
         while self._returning:
             request = self._returning[0][1]
             if request in self._waiting and request not in self._held:

@@ -10,7 +10,6 @@ scheduled meanwhile; intake.py takes in what it drew.
 
 from __future__ import annotations
 
-import math
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -282,11 +281,8 @@ class Scheduler:
         return rows, counts
 
     def _next_to_admit(self) -> Request | None:
-        """Head of the queue; while admission is paused, of those in it that had been admitted before."""
-        if self.admission == "paused":
-            preempted = (r for r in self._waiting if r.admitted_time > -math.inf and not r.is_suspect)
-            return min(preempted, key=lambda request: request.key, default=None)
-        return self._waiting.peek()
+        """Head of the queue; while admission is paused, of those in it that are not new."""
+        return self._waiting.peek_returning() if self.admission == "paused" else self._waiting.peek()
 
     def _issue(self, draft: StepDraft, rows: Int32s, counts: Int32s, now: float) -> StepInFlight:
         """Counts the chosen tokens as computed and describes the step."""

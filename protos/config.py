@@ -114,6 +114,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     listen: Annotated[str, Meta(description="HOST:PORT, :PORT for all interfaces, or unix:PATH, to serve gRPC on")] = (
         "127.0.0.1:50051"
     )
+    admin_listen: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT or unix:PATH of the service for operators (tailrace top, pause, drain); who reaches "
+            "it may stop the engine; default: none"
+        ),
+    ] = ""
     served_model_name: Annotated[
         str, Meta(description="name clients may ask for beside the model's own, and the one we tell; default: none")
     ] = ""

@@ -51,6 +51,13 @@ class DuplicateRequestError(TailraceError):
     reason = "DUPLICATE_REQUEST_ID"
 
 
+class BusyError(TailraceError):
+    """What is asked for cannot be done while requests run."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "BUSY"
+
+
 class OverloadedError(TailraceError):
     """The server cannot take the request now. `retry_after` is in seconds."""
 

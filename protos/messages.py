@@ -260,6 +260,17 @@ class CoreStats(msgspec.Struct, frozen=True, array_like=True):
     queue_seconds: float = 0.0
     """Until what waits now will have been admitted, by estimate."""
 
+    def after(self, past: CoreStats) -> CoreStats:
+        """With the totals of cores before this one added."""
+        return msgspec.structs.replace(self, **{name: getattr(self, name) + getattr(past, name) for name in TOTALS})
+
+
+TOTALS = CoreStats.__struct_fields__[
+    CoreStats.__struct_fields__.index("prompt_tokens") : CoreStats.__struct_fields__.index("queue_seconds")
+]
+"""Fields of CoreStats that only grow, as long as the core lives."""
+NO_STATS = CoreStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
+
 
 class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of n tokens. Little-endian int32 and float32 bytes."""

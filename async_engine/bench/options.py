@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
-
-from async_engine.flags import values
-from protos.config import refusal
-
-if TYPE_CHECKING:
-    import argparse
 
 
 class ServeBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,15 +42,3 @@ class NullBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     core_tokens: Annotated[int, Meta(ge=1, description="tokens per round and batch size of the core alone")] = 65536
     rounds: Annotated[int, Meta(ge=1, description="of each figure the median over so many is reported")] = 3
     json: Annotated[bool, Meta(description="print one line of JSON instead of tables")] = False
-
-
-OptionsT = TypeVar("OptionsT", ServeBenchOptions, NullBenchOptions)
-
-
-def parse(kind: type[OptionsT], arguments: argparse.Namespace) -> OptionsT:
-    """Validated options. Raises InvalidRequestError naming the option."""
-    given = values(arguments, kind)
-    try:
-        return msgspec.convert(given, kind)
-    except msgspec.ValidationError as error:
-        raise refusal(error, given) from None

@@ -19,7 +19,7 @@ from protos.errors import (
     RequestFailedError,
     UnavailableError,
 )
-from protos.messages import Abort, CoreStats, FinishReason, GrammarSpec, Vocabulary
+from protos.messages import NO_STATS, Abort, FinishReason, GrammarSpec, Vocabulary
 from protos.params import SamplingParams
 from tests.e2e.serving import run, until
 
@@ -27,9 +27,6 @@ ENDLESS = GenerationRequest(prompt="x", params=SamplingParams(max_tokens=30_000)
 
 
 CONSTRAINED = GenerationRequest(prompt="x", params=SamplingParams(grammar=GrammarSpec("regex", "ab")))
-
-
-EMPTY_STATS = CoreStats(0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def engine(admission=DEFAULT_ADMISSION, max_core_restarts=5, **options):
@@ -349,7 +346,7 @@ class TestQueuedTokens:
                 waiting, _ = await self.submit(llm, 100)
                 found = []
                 for seconds in (0.0, 20.0, 1e9):
-                    llm._admission.observe(msgspec.structs.replace(EMPTY_STATS, queue_seconds=seconds))
+                    llm._admission.observe(msgspec.structs.replace(NO_STATS, queue_seconds=seconds))
                     with pytest.raises(OverloadedError) as error:
                         await self.submit(llm, 1)
                     found.append(error.value.retry_after)

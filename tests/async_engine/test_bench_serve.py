@@ -12,9 +12,10 @@ import pytest
 
 from async_engine import cli
 from async_engine.bench.client import AttachSender, Milestone, Record, StreamSender, open_channel
-from async_engine.bench.options import ServeBenchOptions, parse
+from async_engine.bench.options import ServeBenchOptions
 from async_engine.bench.serve import format_report, inter_token_gaps, make_report, make_specs, measure
 from async_engine.bench.table import format_table
+from async_engine.flags import parse
 from protos.errors import InvalidRequestError
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc

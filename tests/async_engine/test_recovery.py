@@ -100,9 +100,11 @@ def test_times_that_are_up_meanwhile_are_up():
     state.sent_at -= 4.0
     (message,) = rig.recovery.resume()
     assert message.deadline < 1.1 < message.time_limit < 2.1 < message.queue_timeout < 3.1
+    assert not message.was_admitted
     state.started = True
     (message,) = rig.recovery.resume()
     assert message.queue_timeout is None
+    assert message.was_admitted
 
 
 def test_what_was_over_but_for_being_told_so_ends():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -83,6 +83,59 @@ def test_the_wait_is_told_by_the_statistics() -> None:
     assert looks[-1][1] == 0.0
 
 
+def test_a_place_that_nobody_else_wants_is_for_whoever_might_make_it() -> None:
+    visits = poisson(0.5 * PEAK, 4, deadline=10.0)
+    # The mean output takes four times as long.
+    alone = Visit(6.0, 100, 3, 0.03)
+    Plant().run([*visits, alone])
+    assert alone.in_time
+
+
+def test_who_is_out_of_time_already_is_told_so_and_not_to_come_again() -> None:
+    harness = Harness(max_num_seqs=1)
+    pace = harness.scheduler.table.pace
+    for number in range(20):
+        pace.queue_moved([1.0], number, 5)
+    harness.add([1], 4)
+    harness.add([2], 4)
+    late = [harness.add([3], 4, deadline=-1.0), harness.add([3], 4, queue_timeout=-1.0)]
+    harness.issue()
+    assert [stream.reason for stream in late] == [FinishReason.DEADLINE, FinishReason.QUEUE_TIMEOUT]
+    harness.run_to_end()
+
+
+def test_sequences_of_a_request_that_is_refused_are_told_the_same() -> None:
+    harness = Harness()
+    pace = harness.scheduler.table.pace
+    pace.seconds_late = lambda *_: 3.0  # type: ignore[method-assign]
+    refused = harness.add([1], 4, num_sequences=3, deadline=5.0)
+    ends = [stream.finished for stream in [refused, *refused.siblings]]
+    assert [(end.reason, end.retry_after) for end in ends if end] == [(FinishReason.SHED, 3.0)] * 3
+
+
+def test_sequences_that_share_a_prompt_are_not_refused_behind_it() -> None:
+    harness = Harness(max_num_seqs=1)
+    pace = harness.scheduler.table.pace
+    first = harness.add([1] * 20, 4, num_sequences=4, deadline=5.0)
+    other = harness.add([2] * 20, 4)
+    harness.step()
+    pace.seconds_late = lambda request, *_: float(request.has_time_limit)  # type: ignore[method-assign]
+    harness.run_to_end()
+    assert [stream.reason for stream in [first, *first.siblings]] == [FinishReason.MAX_TOKENS] * 4
+    assert all(stream.request.arrival < other.request.arrival for stream in first.siblings)
+
+
+def test_what_is_to_be_computed_anew_counts_as_waiting_before_it() -> None:
+    harness = Harness(max_num_seqs=1)
+    running = harness.add([1] * 9, 4)
+    harness.step()
+    new = harness.add([2], 4)
+    before = harness.table.waiting.cost_before(new.request)
+    harness.preempt(running)
+    assert harness.table.waiting.cost_before(new.request) == before + running.request.cost
+    harness.run_to_end()
+
+
 class TestCallers:
     def test_one_with_a_thousand_requests_does_not_keep_one_with_one_waiting(self) -> None:
         crowd = [Visit(0.0, 100, 50, None, caller="crowd") for _ in range(1000)]
@@ -148,8 +201,54 @@ class TestCallers:
         assert continued.admitted[0].queue_seconds <= new.admitted[0].queue_seconds
         assert continued.request.arrival < new.request.arrival
 
+    def test_a_prompt_that_is_cached_costs_what_is_left_of_it(self) -> None:
+        harness = Harness(num_blocks=200, max_num_seqs=1)
+        harness.add(range(100), 1)
+        harness.run_to_end()
+        cached = [harness.add([*range(100), 101 + number], 1, caller="cached") for number in range(4)]
+        plain = [harness.add(range(10 * number + 200, 10 * number + 210), 1, caller="plain") for number in range(4)]
+        harness.run_to_end()
+        order = sorted([*cached, *plain], key=lambda stream: stream.request.arrival)
+        # By its whole length the first of them would cost as much as all of the other caller's.
+        assert [stream in cached for stream in order[:4]] == [True, False, True, True]
+
 
 class TestPace:
+    @staticmethod
+    def expected(pace: Pace, **fields: Any) -> int:
+        harness = Harness(num_blocks=100)
+        output = fields.pop("output", ())
+        stream = harness.add([1] * 10, fields.pop("max_tokens", 100), output=output, **fields)
+        found = pace.expected_output(stream.request)
+        harness.abort(stream)
+        return found
+
+    def test_an_output_is_expected_to_be_as_long_as_others_within_what_it_asks_for(self) -> None:
+        pace = Pace()
+        assert self.expected(pace) == 1
+        for _ in range(200):
+            pace.output_ended(40)
+        assert self.expected(pace) == 40
+        assert self.expected(pace, max_tokens=30) == 30
+        assert self.expected(pace, min_tokens=60) == 60
+        assert self.expected(pace, ignore_eos=True) == 100
+        assert self.expected(pace, output=[3] * 15) == 25
+        assert self.expected(pace, output=[3] * 50) == 1
+        assert self.expected(pace, output=[3] * 15, min_tokens=60) == 45
+        assert self.expected(pace, output=[3] * 15, ignore_eos=True) == 85
+
+    def test_the_speed_of_prompts_is_the_best_of_late(self) -> None:
+        pace = Pace()
+        request = Harness(num_blocks=100).add([1] * 10, 1, deadline=1.0).request
+        pace.step_returned(1000, 0.0, 1.0)
+        pace.step_returned(100, 1.0, 2.0)
+        assert pace.seconds_late(request, 0.0, 900, False, 0.0) == pytest.approx(0.0)
+        assert pace.seconds_late(request, 0.0, 1800, False, 0.0) == pytest.approx(1.0)
+        for _ in range(100):
+            pace.step_returned(100, 2.0, 3.0)
+            pace._last_return = 2.0
+        assert pace.seconds_late(request, 0.0, 200, False, 0.0) == pytest.approx(1.0)
+
     def test_knows_nothing_of_a_queue_before_it_moved_some_times(self) -> None:
         pace = Pace()
         now = 0.0

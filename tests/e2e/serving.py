@@ -41,6 +41,7 @@ async def serving(*, server: dict[str, Any] | None = None, admission: dict[str, 
         try:
             async with grpc.aio.insecure_channel(grpc_server.address) as channel:
                 channel.address = grpc_server.address
+                channel.admin_address = grpc_server.admin_address
                 yield llm, generation_pb2_grpc.GenerationServiceStub(channel), channel
         finally:
             await grpc_server.stop(drain_seconds=0)

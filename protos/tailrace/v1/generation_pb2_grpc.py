@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos.tailrace.v1 import generation_pb2 as protos_dot_tailrace_dot_v1_dot_generation__pb2
+from protos.tailrace.v1 import generation_pb2 as tailrace_dot_v1_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -18,7 +18,7 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/tailrace/v1/generation_pb2_grpc.py depends on'
+        + ' but the generated code in tailrace/v1/generation_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
@@ -37,23 +37,23 @@ class GenerationServiceStub(object):
         """
         self.GenerateStream = channel.unary_stream(
                 '/tailrace.v1.GenerationService/GenerateStream',
-                request_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
-                response_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
+                request_serializer=tailrace_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
         self.Generate = channel.unary_unary(
                 '/tailrace.v1.GenerationService/Generate',
-                request_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+                request_serializer=tailrace_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Attach = channel.stream_stream(
                 '/tailrace.v1.GenerationService/Attach',
-                request_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.AttachRequest.SerializeToString,
-                response_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.AttachResponse.FromString,
+                request_serializer=tailrace_dot_v1_dot_generation__pb2.AttachRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_generation__pb2.AttachResponse.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/tailrace.v1.GenerationService/Cancel',
-                request_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
-                response_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+                request_serializer=tailrace_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_generation__pb2.CancelResponse.FromString,
                 _registered_method=True)
 
 
@@ -100,23 +100,23 @@ def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateStreamRequest.FromString,
-                    response_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
+                    request_deserializer=tailrace_dot_v1_dot_generation__pb2.GenerateStreamRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
             ),
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=tailrace_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'Attach': grpc.stream_stream_rpc_method_handler(
                     servicer.Attach,
-                    request_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.AttachRequest.FromString,
-                    response_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.AttachResponse.SerializeToString,
+                    request_deserializer=tailrace_dot_v1_dot_generation__pb2.AttachRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_generation__pb2.AttachResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
-                    request_deserializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.CancelRequest.FromString,
-                    response_serializer=protos_dot_tailrace_dot_v1_dot_generation__pb2.CancelResponse.SerializeToString,
+                    request_deserializer=tailrace_dot_v1_dot_generation__pb2.CancelRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_generation__pb2.CancelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -145,8 +145,8 @@ class GenerationService(object):
             request,
             target,
             '/tailrace.v1.GenerationService/GenerateStream',
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
+            tailrace_dot_v1_dot_generation__pb2.GenerateStreamRequest.SerializeToString,
+            tailrace_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -172,8 +172,8 @@ class GenerationService(object):
             request,
             target,
             '/tailrace.v1.GenerationService/Generate',
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
+            tailrace_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            tailrace_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -199,8 +199,8 @@ class GenerationService(object):
             request_iterator,
             target,
             '/tailrace.v1.GenerationService/Attach',
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.AttachRequest.SerializeToString,
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.AttachResponse.FromString,
+            tailrace_dot_v1_dot_generation__pb2.AttachRequest.SerializeToString,
+            tailrace_dot_v1_dot_generation__pb2.AttachResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -226,8 +226,8 @@ class GenerationService(object):
             request,
             target,
             '/tailrace.v1.GenerationService/Cancel',
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
-            protos_dot_tailrace_dot_v1_dot_generation__pb2.CancelResponse.FromString,
+            tailrace_dot_v1_dot_generation__pb2.CancelRequest.SerializeToString,
+            tailrace_dot_v1_dot_generation__pb2.CancelResponse.FromString,
             options,
             channel_credentials,
             insecure,
