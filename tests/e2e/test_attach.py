@@ -140,6 +140,29 @@ def test_a_bad_request_fails_alone_with_its_status():
     assert requests.status[""].code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
 
+def test_requests_are_of_their_session_or_of_the_connection():
+    async def main():
+        async with serving(null_step_ms=1) as (llm, stub, _):
+            call = stub.Attach()
+            await call.write(submit("a", max_tokens=ENDLESS, scheduling=pb.SchedulingOptions(session_id="s")))
+            await call.write(submit("b", max_tokens=ENDLESS))
+            await call.write(submit("c", scheduling=pb.SchedulingOptions(session_id="x" * 300)))
+            await until(lambda: llm.num_live == 2)
+            callers = [state.caller for state in llm.live_requests]
+            requests = Requests()
+            async for frame in call:
+                requests.take(frame)
+                if "c" in requests.status:
+                    break
+            call.cancel()
+            return callers, requests.status["c"].code
+
+    (session, peer), code = run(main)
+    assert session == "session s"
+    assert peer.startswith("peer ipv4:127.0.0.1:")
+    assert code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
 def test_a_live_id_is_refused_on_the_same_and_on_another_connection():
     async def main():
         async with serving(null_step_ms=1) as (_, stub, _):

@@ -463,7 +463,7 @@ class TestOverload:
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         details = details_of(error)
         assert details["ErrorInfo"].reason == "SHED"
-        assert 0 < details["RetryInfo"].retry_delay.ToMilliseconds() < 60_000
+        assert 1500 < details["RetryInfo"].retry_delay.ToMilliseconds() < 60_000
         assert waited < 2, "it was not refused at the door"
 
     def test_more_tokens_than_may_wait_are_resource_exhausted(self):
