@@ -18,6 +18,7 @@ from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
     from typing import Self
 
@@ -27,9 +28,24 @@ MAX_MESSAGE_BYTES = 64 << 20
 class Record:
     """One request. Times are of the monotonic clock, in seconds."""
 
-    __slots__ = ("ended", "goal", "message", "milestone", "num_tokens", "opened", "receipts", "sent", "status")
+    __slots__ = (
+        "ended",
+        "goal",
+        "message",
+        "milestone",
+        "num_tokens",
+        "opened",
+        "prompt_tokens",
+        "receipts",
+        "sent",
+        "status",
+        "token_ids",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, prompt_tokens: int = 0, keep_ids: bool = False) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.token_ids: list[int] | None = [] if keep_ids else None
+        """Of the output, where they are kept."""
         self.sent = 0.0
         self.opened = asyncio.Event()
         """The server has taken the request in (on Attach: it is sent), or has refused it."""
@@ -45,9 +61,12 @@ class Record:
         self.milestone: Milestone | None = None
         """Is told when the record has `goal` tokens."""
 
-    def add(self, now: float, num_tokens: int) -> None:
+    def add(self, now: float, token_ids: Sequence[int]) -> None:
+        num_tokens = len(token_ids)
         self.receipts.append((now, num_tokens))
         self.num_tokens += num_tokens
+        if self.token_ids is not None:
+            self.token_ids += token_ids
         if self.milestone is not None and self.num_tokens >= self.goal:
             self.milestone.reached()
             self.milestone = None
@@ -97,7 +116,7 @@ class StreamSender:
             async for response in call:
                 for sequence in response.delta.sequences:
                     if sequence.token_ids:
-                        record.add(time.monotonic(), len(sequence.token_ids))
+                        record.add(time.monotonic(), sequence.token_ids)
         except grpc.aio.AioRpcError as error:
             record.end(error.code().name, error.details())
         else:
@@ -163,15 +182,16 @@ class AttachSender:
         for event in frame.events:
             if event.HasField("slot") and event.request_id in self._live:
                 self._by_slot[event.slot] = self._live[event.request_id][0]
-        slots = frame.tokens.slots
+        slots, token_ids, start = frame.tokens.slots, frame.tokens.token_ids, 0
         for slot, count in zip(slots, frame.tokens.counts or [1] * len(slots), strict=True):
-            self._by_slot[slot].add(now, count)
+            self._by_slot[slot].add(now, token_ids[start : start + count])
+            start += count
         for event in frame.events:
             match event.WhichOneof("event"):
                 case "delta" if event.request_id in self._live:
                     for sequence in event.delta.sequences:
                         if sequence.token_ids:
-                            self._live[event.request_id][0].add(now, len(sequence.token_ids))
+                            self._live[event.request_id][0].add(now, sequence.token_ids)
                 case "summary":
                     self._end(event.request_id, "OK")
                 case "status":

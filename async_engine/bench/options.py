@@ -20,14 +20,27 @@ class ServeBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0, description="requests per second, arriving at random however many still run; 0 has --concurrency"),
     ] = 0.0
-    prompt_tokens: Annotated[int, Meta(ge=1, description="tokens of each prompt")] = 128
+    sweep: Annotated[
+        tuple[float, ...],
+        Meta(description="requests per second of one load after the other; instead of --rate"),
+    ] = ()
+    turns: Annotated[
+        int,
+        Meta(ge=1, description="requests of a conversation: each goes on behind the answer to the one before"),
+    ] = 1
+    prompt_tokens: Annotated[int, Meta(ge=1, description="tokens of each prompt, or that each turn adds")] = 128
     output_tokens: Annotated[int, Meta(ge=1, description="tokens of each output")] = 64
     shared_prefix_tokens: Annotated[int, Meta(ge=0, description="of the prompt, tokens that are the same for all")] = 0
     method: Annotated[Literal["stream", "attach"], Meta(description="one call per request, or all on one")] = "stream"
     text: Annotated[bool, Meta(description="ask for text beside the token ids")] = True
     vocab_size: Annotated[int, Meta(ge=1, description="prompts are drawn from token ids below this")] = 256
     seed: Annotated[int, Meta(ge=0, description="of prompts and arrivals")] = 0
-    json: Annotated[bool, Meta(description="print one line of JSON instead of a table")] = False
+    json: Annotated[bool, Meta(description="print one line of JSON per load instead of a table")] = False
+    output: Annotated[str, Meta(description="file to write the reports to, as JSON")] = ""
+    plot: Annotated[
+        str, Meta(description="PNG file to draw latencies and throughput over the load to; needs matplotlib")
+    ] = ""
+    compare: Annotated[str, Meta(description="file that --output wrote: print the ratios to its figures")] = ""
 
 
 class NullBenchOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,8 +13,10 @@ import pytest
 from async_engine import cli
 from async_engine.bench.client import AttachSender, Milestone, Record, StreamSender, open_channel
 from async_engine.bench.options import ServeBenchOptions
-from async_engine.bench.serve import format_report, inter_token_gaps, make_report, make_specs, measure
+from async_engine.bench.report import format_comparison, format_report, inter_token_gaps, make_report
+from async_engine.bench.serve import measure
 from async_engine.bench.table import format_table
+from async_engine.bench.workload import make_conversations
 from async_engine.flags import parse
 from protos.errors import InvalidRequestError
 from protos.tailrace.v1 import generation_pb2 as pb
@@ -24,11 +26,15 @@ from tests.e2e.serving import ROOT, ServerProcess, run, serving, until
 LATENCIES = {"ttft_ms", "inter_token_ms", "e2e_ms"}
 
 
+def make_specs(options):
+    return [spec for conversation in make_conversations(options) for spec in conversation.specs()]
+
+
 def record(sent, receipts, ended, status="OK", message=""):
-    made = Record()
+    made = Record(prompt_tokens=8)
     made.sent = sent
     for now, count in receipts:
-        made.add(now, count)
+        made.add(now, [1] * count)
     made.end(status, message)
     made.ended = ended
     return made
@@ -44,6 +50,23 @@ def test_prompts_share_their_prefix_and_nothing_else():
     assert max(map(max, prompts)) < 50
     assert len({spec.request_id for spec in specs}) == 3
     assert prompts == [list(spec.token_ids.ids) for spec in make_specs(options)], "a seed gives the same prompts"
+
+
+def test_a_turn_goes_on_behind_the_answer_to_the_one_before():
+    options = ServeBenchOptions(num_requests=5, turns=3, prompt_tokens=4, shared_prefix_tokens=2)
+    first, second = make_conversations(options)
+    prompts = []
+    for conversation in (first, second):
+        for spec in conversation.specs():
+            prompts.append(list(spec.token_ids.ids))
+            conversation.answered([7, 8])
+    assert [len(prompt) for prompt in prompts] == [4, 10, 16, 4, 10]
+    assert prompts[2][:12] == [*prompts[1], 7, 8]
+    assert prompts[1][:6] == [*prompts[0], 7, 8]
+    assert prompts[0][:2] == prompts[3][:2]
+    sessions = [{spec.scheduling.session_id for spec in each.specs()} for each in make_conversations(options)]
+    assert len(sessions[0]) == len(sessions[1]) == 1
+    assert sessions[0] != sessions[1]
 
 
 def test_outputs_have_exactly_the_length_asked_for():
@@ -64,7 +87,7 @@ def test_the_report_counts_what_completed_and_what_failed():
         record(10.0, [(10.75, 2)], 12.0),
         record(10.0, [(10.1, 1)], 10.2, "UNAVAILABLE", "gone"),
     ]
-    report = make_report(ServeBenchOptions(prompt_tokens=8), records, 2.0)
+    report = make_report(ServeBenchOptions(), records, 2.0)
     assert report["completed"] == 2
     assert report["errors"] == {"UNAVAILABLE": 1}
     assert report["first_error"] == "gone"
@@ -123,6 +146,27 @@ def test_an_open_loop_does_not_wait_for_answers(tmp_path):
 
 
 @pytest.mark.parametrize("method", ["stream", "attach"])
+def test_conversations_find_their_turns_in_the_prefix_cache(tmp_path, method):
+    async def main():
+        address = f"unix:{tmp_path}/socket"
+        async with serving(server={"listen": address}) as (llm, _, _):
+            options = ServeBenchOptions(
+                address=address, num_requests=9, turns=3, prompt_tokens=32, output_tokens=16, method=method
+            )
+            report = await measure(options)
+            await until(lambda: not llm.num_live and not llm.stats.running)
+            return report, llm.stats
+
+    report, stats = run(main)
+    assert (report["completed"], report["errors"]) == (9, {})
+    prompts = 3 * (32 + 80 + 128)
+    assert report["prompt_tokens_per_s"] == pytest.approx(prompts / report["seconds"], rel=0.05)
+    assert stats.prompt_tokens == prompts
+    # Whole blocks of 16 of what was there, but for the last token, which was not computed.
+    assert stats.prefix_hits == 3 * (32 + 80)
+
+
+@pytest.mark.parametrize("method", ["stream", "attach"])
 def test_refused_requests_are_counted(tmp_path, method):
     async def main():
         address = f"unix:{tmp_path}/socket"
@@ -170,12 +214,12 @@ def test_all_requests_end_with_their_attach_call(tmp_path, code, status):
 def test_a_milestone_is_passed_when_the_last_record_is_there():
     async def main():
         first, second = Record(), Record()
-        first.add(0.0, 5)
+        first.add(0.0, [1] * 5)
         milestone = Milestone([first, second], 2)
-        first.add(0.0, 1)
-        second.add(0.0, 2)
+        first.add(0.0, [1] * 1)
+        second.add(0.0, [1] * 2)
         assert not milestone.passed.is_set()
-        first.add(0.0, 3)
+        first.add(0.0, [1] * 3)
         assert milestone.passed.is_set()
 
     run(main)
@@ -249,7 +293,7 @@ def test_the_command_prints_one_line_of_json(capsys):
         assert report["completed"] == 4
         assert report["options"] == msgspec.structs.asdict(
             ServeBenchOptions(address=address, json=True, num_requests=4, prompt_tokens=8, output_tokens=4)
-        )
+        ) | {"sweep": []}
         assert cli.main(["bench", "serve", "--address", address, "--method", "attach", *load]) == 0
         table = capsys.readouterr().out
         assert "4 of 4 requests" in table
@@ -259,6 +303,52 @@ def test_the_command_prints_one_line_of_json(capsys):
         assert line.startswith("no request completed in ")
         assert "4 INVALID_ARGUMENT (token_ids: " in line
         assert server.stop() == 0
+
+
+def test_a_sweep_is_written_drawn_and_compared(tmp_path, capsys):
+    written, drawn = tmp_path / "now.json", tmp_path / "now.png"
+    with ServerProcess("null", "--listen", "127.0.0.1:0") as server:
+        load = ["bench", "serve", "--address", server.wait_ready().address, "--num-requests", "5"]
+        load += ["--prompt-tokens", "8", "--output-tokens", "4"]
+        sweep = ["--sweep", "200", "--sweep", "400"]
+        assert cli.main([*load, *sweep, "--output", str(written), "--plot", str(drawn)]) == 0
+        assert capsys.readouterr().out.count("5 of 5 requests") == 2
+        assert cli.main([*load, "--rate", "400", "--compare", str(written), "--json"]) == 0
+        report, _, *table = capsys.readouterr().out.splitlines()
+    assert [each["options"]["rate"] for each in json.loads(written.read_text())] == [200, 400]
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    now, then = json.loads(report)["requests_per_s"], json.loads(written.read_text())[1]["requests_per_s"]
+    assert table[0].split() == ["400", "requests/s", "then", "now", "now/then"]
+    (row,) = [line.split() for line in table if line.startswith("requests_per_s")]
+    assert float(row[-1]) == pytest.approx(now / then, rel=0.02)
+
+
+def test_ratios_are_of_the_same_load_and_of_what_both_have():
+    def report(rate, first_token):
+        made = make_report(ServeBenchOptions(rate=rate), [record(0.0, [(first_token, 1)], 2.0)], 2.0)
+        return made
+
+    lines = format_comparison([report(4.0, 1.5), report(8.0, 1.0)], [report(4.0, 0.5)]).splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("ttft p50")]
+    assert row[-3:] == ["500", "1,500", "3.00"]
+    assert not any(line.startswith("inter_token") for line in lines)
+    assert lines[-1] == "8 requests/s: not in the earlier run, which has 4 requests/s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--plot", "/nowhere/x.png"], "--plot"),
+        (["--output", "/nowhere/x.json"], "--output: /nowhere/x.json: there is no such folder"),
+        (["--compare", "/nowhere/x.json"], "--compare: /nowhere/x.json cannot be read: No such file or directory"),
+        (["--compare", __file__], f"--compare: {__file__} is not what --output writes"),
+        (["--sweep", "1", "--sweep", "0"], "--sweep: rates must be more than 0"),
+        (["--turns", "0"], "--turns must be at least 1, not 0"),
+    ],
+)
+def test_what_could_only_fail_after_the_load_fails_before(arguments, problem, capsys):
+    assert cli.main(["bench", "serve", *arguments]) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_errors_of_the_command_are_one_line(tmp_path, capsys):
