@@ -23,8 +23,9 @@ class Pace:
     """That tell how fast a queue moves."""
     WINDOW = 10.0
     """Seconds of a queue's moving that are remembered, fading."""
-    FADE = 0.1
-    """Weight of the latest step, and of the latest output, in their means."""
+    STEP_FADE, OUTPUT_FADE = 0.02, 0.1
+    """Weight of the latest step, and of the latest output, in their means. One long step must not count for all that an
+    output takes."""
 
     def __init__(self) -> None:
         self._prompt_tokens_per_second = math.inf
@@ -44,7 +45,7 @@ class Pace:
         """A step is back. Behind another one in flight, it began when that one was back."""
         seconds = now - max(scheduled_time, self._last_return)
         self._last_return = now
-        self._step_seconds += self.FADE * (seconds - self._step_seconds)
+        self._step_seconds += self.STEP_FADE * (seconds - self._step_seconds)
         if num_prompt_tokens >= self.MIN_TOKENS and seconds > 0:
             # The best of late, slowly forgotten: prompts share their steps with outputs.
             rate, known = num_prompt_tokens / seconds, self._prompt_tokens_per_second
@@ -52,8 +53,8 @@ class Pace:
 
     def output_ended(self, num_tokens: int) -> None:
         """An output ended by itself."""
-        self._output_tokens += self.FADE * (num_tokens - self._output_tokens)
-        self._output_squares += self.FADE * (num_tokens**2 - self._output_squares)
+        self._output_tokens += self.OUTPUT_FADE * (num_tokens - self._output_tokens)
+        self._output_squares += self.OUTPUT_FADE * (num_tokens**2 - self._output_squares)
 
     def queue_moved(self, costs: list[float], now: float, num_left: int) -> None:
         """Requests of these costs, perhaps none, were admitted, and so many are left behind."""
