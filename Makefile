@@ -8,7 +8,7 @@ CONSTRAINTS := $(if $(shell command -v nvidia-smi),,-c .ci/constraints.txt)
 INSTALLED := $(VENV)/.installed
 PACKAGES := protos async_engine core_proc gpu_executor
 
-.PHONY: demo test check lint protos released clean
+.PHONY: demo test check lint protos released tables clean
 
 demo: $(INSTALLED)
 	$(BIN)/python clients/python/demo.py
@@ -28,6 +28,10 @@ lint: $(INSTALLED)
 
 protos: $(INSTALLED)
 	$(BIN)/python -m protos.generate
+
+# Tables in READMEs that are made from registries in the code.
+tables: $(INSTALLED)
+	$(BIN)/python -m tests.architecture_table
 
 # Installs ourselves last, editable: that compiles the CPU kernels.
 $(INSTALLED): pyproject.toml .ci/constraints.txt $(wildcard kernels/cpp/*)

@@ -64,6 +64,8 @@ def make_parser() -> Parser:
 
     add_flags(top, TopOptions)
 
+    command("models", "List the architectures that are supported, and what computes each.")
+
     bench = command("bench", "Measure a running server, or the control plane without a model.")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND")
     from async_engine.bench.options import NullBenchOptions, ServeBenchOptions
@@ -102,6 +104,10 @@ def run(arguments: argparse.Namespace) -> int:
             from async_engine.top_options import TopOptions
 
             return top.main(parse(TopOptions, arguments))
+        case "models":
+            from async_engine.commands import models
+
+            return models()
         case "bench" if arguments.bench == "serve":
             from async_engine.bench import serve as bench_serve
             from async_engine.bench.options import ServeBenchOptions

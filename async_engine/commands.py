@@ -1,4 +1,4 @@
-"""What `tailrace serve`, `generate` and `chat` do at a terminal."""
+"""What `tailrace serve`, `generate`, `chat` and `models` do at a terminal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from async_engine.load_bar import LoadBar
 from async_engine.outputs import Delta, Summary
 from async_engine.request import ChatPrompt, GenerationRequest
 from async_engine.request_log import JsonFormatter
+from protos.architectures import REGISTRY
 from protos.config import MIB
 from protos.errors import TailraceError
 
@@ -108,6 +109,15 @@ def chat(config: EngineConfig, params: SamplingParams, system: str) -> int:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": "".join(text)})
+
+
+def models() -> int:
+    """Prints the registry of architectures; the exit code."""
+    width = max(map(len, REGISTRY))
+    for name, row in REGISTRY.items():
+        limits = f"not: {row.limits}" if row.limits else ""
+        sys.stdout.write(f"{name:{width}}  {row.backend:7}  {limits}".rstrip() + "\n")
+    return 0
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ class GGUFTokenizer(NamedTuple):
     eos_token: str
     add_bos: bool
     add_eos: bool
+    says_splitting: bool
+    """Whether the file says how text is cut into words; if not, that is done as for GPT-2."""
 
 
 class _Splitting(NamedTuple):
@@ -46,33 +48,50 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_LLAMA_3 = _Splitting(_CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _PUNCTUATION_AND_SPACE, whole_words=True, adds_bos=True)
+_CL100K = _CONTRACTIONS + _WORDS + r"\p{N}{1,3}" + _PUNCTUATION_AND_SPACE
+_LLAMA_3 = _Splitting(_CL100K, whole_words=True, adds_bos=True)
+_QWEN_2 = _Splitting(_CONTRACTIONS + _WORDS + r"\p{N}" + _PUNCTUATION_AND_SPACE, composed=True)
+_SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _SPLITTINGS = {
     "default": _Splitting(),
     "gpt-2": _Splitting(),
     "phi-2": _Splitting(),
+    "olmo": _Splitting(),
     "smollm": _Splitting(digits=True),
     "starcoder": _Splitting(digits=True),
     "refact": _Splitting(digits=True),
     "llama-bpe": _LLAMA_3,
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
-    "qwen2": _Splitting(_CONTRACTIONS + _WORDS + r"\p{N}" + _PUNCTUATION_AND_SPACE, composed=True),
+    "falcon3": _LLAMA_3,
+    "dbrx": _Splitting(_CL100K),
+    "smaug-bpe": _Splitting(_CL100K),
+    "gpt-4o": _Splitting(_O200K),
+    "qwen2": _QWEN_2,
+    "deepseek-r1-qwen": _QWEN_2,
     "tekken": _Splitting(_TEKKEN, whole_words=True, adds_bos=True),
 }
-"""Of byte-level vocabularies, by tokenizer.ggml.pre."""
+"""Of byte-level vocabularies, by tokenizer.ggml.pre. OLMo 2 and Phi-4 are `dbrx`."""
 _SENTENCEPIECE = _Splitting(adds_bos=True)
 
 
-def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
-    """Builds the tokenizer; None if it is of a kind not known here.
-
-    Raises KeyError, ValueError or the library's plain Exception for metadata that contradicts itself.
-    """
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
+    """Builds the tokenizer. Raises ValueError if it is of a kind not known here; that, KeyError or the library's
+    plain Exception for metadata that contradicts itself."""
     model = metadata.get("tokenizer.ggml.model")
-    splitting = _SENTENCEPIECE if model == "llama" else _SPLITTINGS.get(metadata.get("tokenizer.ggml.pre", "default"))
-    if model not in ("gpt2", "llama") or splitting is None:
-        return None
+    if model not in ("gpt2", "llama"):
+        raise ValueError(f"tokenizer.ggml.model is {model!r}; known are 'gpt2' and 'llama'")
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    splitting = _SENTENCEPIECE if model == "llama" else _SPLITTINGS.get(name)
+    if splitting is None:
+        raise ValueError(
+            f"tokenizer.ggml.pre is {name!r}, a way to cut text into words that is not known here; "
+            f"known are {', '.join(_SPLITTINGS)}"
+        )
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     kinds = [int(kind) for kind in metadata.get("tokenizer.ggml.token_type", ())] or [1] * len(tokens)
     if splitting is _SENTENCEPIECE:
@@ -93,6 +112,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer | None:
         eos_token=special("eos"),
         add_bos=metadata.get("tokenizer.ggml.add_bos_token", splitting.adds_bos),
         add_eos=metadata.get("tokenizer.ggml.add_eos_token", False),
+        says_splitting=model == "llama" or "tokenizer.ggml.pre" in metadata,
     )
 
 

@@ -20,7 +20,7 @@ class LoadBar:
             # A terminal may not know its size, and tqdm would then show nothing.
             columns, rows = shutil.get_terminal_size()
             self._bar = tqdm(
-                desc="reading weights",
+                desc="loading weights",
                 total=total,
                 unit="B",
                 unit_scale=True,

@@ -15,7 +15,7 @@ from protos.params import SamplingParams
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from protos.model_spec import ModelSpec
+    from protos.model_spec import BasicSpec
 
 NULL_MODEL = "null"
 
@@ -60,7 +60,7 @@ def null_model(served_name: str) -> ServedModel:
     )
 
 
-async def load_served_model(name: str, path: Path, spec: ModelSpec, served_name: str) -> ServedModel:
+async def load_served_model(name: str, path: Path, spec: BasicSpec, served_name: str) -> ServedModel:
     """Reads the tokenizer, off the loop."""
     tokenizer = await asyncio.to_thread(load_tokenizer, path)
     own_name = path.stem.partition(".")[0] if path.suffix == ".gguf" else path.name

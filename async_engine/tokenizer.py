@@ -7,6 +7,7 @@ seconds, is imported for models whose tokenizer it has to convert.
 from __future__ import annotations
 
 import asyncio
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from async_engine.detokenizer import Detokenizer
+
+logger = logging.getLogger(__name__)
 
 INLINE_CHARACTERS = 400
 """Texts up to this length are encoded on the event loop: 0.2 ms, less than a thread costs."""
@@ -143,7 +146,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except StartupError:
         raise
     except Exception as error:  # the libraries raise plain Exception for files they cannot use
-        problem = " ".join(str(error).split()) or type(error).__name__
+        cause = f"it has no {error.args[0]}" if isinstance(error, KeyError) else str(error)
+        problem = " ".join(cause.split()) or type(error).__name__
         raise StartupError(f"{path}: the tokenizer cannot be loaded: {problem}") from error
     tokenizer.new_detokenizer(True)  # builds the usual table here rather than on the loop of the first request
     return tokenizer
@@ -191,8 +195,8 @@ def _directory_template(path: Path, config: dict[str, Any]) -> str | None:
 
 def _from_gguf(path: Path) -> Tokenizer:
     parts = gguf_tokenizer(read_gguf(path).metadata)
-    if parts is None:
-        return _from_transformers(path)
+    if not parts.says_splitting:
+        logger.warning("%s: has no tokenizer.ggml.pre; text is cut into words as for GPT-2, rightly or not", path)
     _frame(parts.backend, [parts.bos_token] * parts.add_bos, [parts.eos_token] * parts.add_eos)
     return Tokenizer(
         parts.backend,
@@ -205,10 +209,7 @@ def _from_gguf(path: Path) -> Tokenizer:
 def _from_transformers(path: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    if path.suffix == ".gguf":
-        loaded = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
-    else:
-        loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    loaded = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise StartupError(f"{path}: its tokenizer has no tokenizer.json form; convert it with transformers first")

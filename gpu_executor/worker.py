@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import torch
 
 from model_runner.device import make_device
+from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
 from model_runner.weights import check_weights
 from protos.errors import StartupError
@@ -38,9 +39,9 @@ class Worker:
         Raises StartupError, one line, with the root cause.
         """
         path = resolve_model(self._config.model.model)
-        spec = read_model_spec(path)
         try:
-            check_weights(path, spec, make_device(self._config, spec))
+            spec = full_spec(path, read_model_spec(path))
+            check_weights(path, spec, self._config.model.load_format, make_device(self._config, spec))
             runner = ModelRunner(self._config, spec, self._eos_token_ids)
             info = runner.load(path, report)
         except (MemoryError, RuntimeError) as error:

@@ -49,6 +49,7 @@ class _AttentionArgs(ctypes.Structure):
         ("sliding_window", _int),
         ("num_threads", _int),
         ("scale", _float),
+        ("softcap", _float),
     ]
 
 
@@ -56,9 +57,12 @@ _SIGNATURES: dict[str, list[type]] = {
     "attention": [_int, _pointer],
     "write_kv": [_int, *[_pointer] * 5, *[_long] * 3, *[_int] * 4],
     "rms_norm": [_int, *[_pointer] * 4, _long, _long, _float, _int],
+    "layer_norm": [_int, *[_pointer] * 5, _long, _long, _float, _int],
     "rotary": [_int, *[_pointer] * 3, _long, _long, *[_int] * 4],
     "norm_heads": [_int, *[_pointer] * 2, _long, _long, _int, _int, _float, _int],
     "gated": [_int, _int, *[_pointer] * 2, _long, _long, _int],
+    "gelu": [_int, *[_pointer] * 2, _long, _int],
+    "softcap": [_pointer, _long, _float, _int],
 }
 
 
@@ -94,9 +98,12 @@ class CpuOps(ReferenceOps):
         self._attention = library.tailrace_attention
         self._write_kv = library.tailrace_write_kv
         self._rms_norm = library.tailrace_rms_norm
+        self._layer_norm = library.tailrace_layer_norm
         self._rotary = library.tailrace_rotary
         self._norm_heads = library.tailrace_norm_heads
         self._gated = library.tailrace_gated
+        self._gelu = library.tailrace_gelu
+        self._softcap = library.tailrace_softcap
 
     def write_kv(
         self,
@@ -135,11 +142,12 @@ class CpuOps(ReferenceOps):
         block_tables: torch.Tensor,
         scale: float,
         sliding_window: int,
+        softcap: float,
     ) -> torch.Tensor:
         tokens, heads, head_dim = query.shape
         if head_dim % _LANES:
             return super().attention(
-                query, key_cache, value_cache, query_starts, seq_lens, block_tables, scale, sliding_window
+                query, key_cache, value_cache, query_starts, seq_lens, block_tables, scale, sliding_window, softcap
             )
         assert query.stride(1) == head_dim
         assert query_starts.dtype == seq_lens.dtype == block_tables.dtype == torch.int32
@@ -162,6 +170,7 @@ class CpuOps(ReferenceOps):
             sliding_window,
             self._num_threads,
             scale,
+            softcap,
         )
         self._attention(_DTYPES[query.dtype], ctypes.byref(arguments))
         return out
@@ -181,6 +190,35 @@ class CpuOps(ReferenceOps):
             x.data_ptr(),
             summed,
             weight.data_ptr(),
+            out.data_ptr(),
+            tokens,
+            size,
+            eps,
+            self._num_threads,
+        )
+        return out
+
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens, size = x.shape
+        if size % _LANES:
+            return super().layer_norm(x, weight, bias, eps, residual)
+        assert x.is_contiguous()
+        assert weight.dtype == bias.dtype == torch.float32
+        out = torch.empty_like(x)
+        summed = None if residual is None else residual.data_ptr()
+        self._layer_norm(
+            _DTYPES[x.dtype],
+            x.data_ptr(),
+            summed,
+            weight.data_ptr(),
+            bias.data_ptr(),
             out.data_ptr(),
             tokens,
             size,
@@ -234,6 +272,22 @@ class CpuOps(ReferenceOps):
 
     def gelu_mul(self, x: torch.Tensor) -> torch.Tensor:
         return super().gelu_mul(x) if x.shape[1] % (2 * _LANES) else self._gate(_GELU, x)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] % _LANES:
+            return super().gelu(x)
+        assert x.is_contiguous()
+        out = torch.empty_like(x)
+        self._gelu(_DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.numel(), self._num_threads)
+        return out
+
+    def softcap(self, x: torch.Tensor, cap: float) -> None:
+        if x.shape[-1] % _LANES:
+            return super().softcap(x, cap)
+        assert x.is_contiguous()
+        assert x.dtype == torch.float32
+        self._softcap(x.data_ptr(), x.numel(), cap, self._num_threads)
+        return None
 
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()

@@ -50,13 +50,14 @@ class ReferenceOps:
         block_tables: torch.Tensor,
         scale: float,
         sliding_window: int,
+        softcap: float,
     ) -> torch.Tensor:
         """Causal attention of query [tokens, heads, head_dim] over the cached keys of each row.
 
         Row r owns tokens query_starts[r]:query_starts[r + 1], the last of its seq_lens[r] keys, which lie in
         the blocks of block_tables[r]. A query sees itself and what is before it, at most sliding_window keys
-        (0 is all). The three index tensors are int32. Returns [tokens, heads, head_dim]; tokens beyond the
-        last row's are left undefined.
+        (0 is all). Scores pass softcap * tanh(score / softcap) (0 leaves them). The three index tensors are
+        int32. Returns [tokens, heads, head_dim]; tokens beyond the last row's are left undefined.
         """
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         block_size = value_cache.shape[2]
@@ -74,6 +75,8 @@ class ReferenceOps:
             group = query.shape[1] // keys.shape[0]
             queries = query[first:end].float().transpose(0, 1)
             scores = queries @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
+            if softcap:
+                self.softcap(scores, softcap)
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
             # A key that is not seen may be memory nobody wrote, and 0 * NaN is NaN.
             values = values.masked_fill(~seen.any(0)[:, None], 0.0).repeat_interleave(group, 0)
@@ -93,6 +96,22 @@ class ReferenceOps:
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
         return (wide * scale * weight).to(x.dtype)
 
+    def layer_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [tokens, size] less its mean, over its deviation, times weight [size], plus bias [size], both float32.
+
+        A residual is treated as by rms_norm.
+        """
+        if residual is not None:
+            x = residual.add_(x)
+        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
+
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Norms each head of x [tokens, heads, head_dim] in place, times weight [head_dim], float32."""
         x.copy_(self.rms_norm(x.flatten(0, 1), weight, eps).view(x.shape))
@@ -108,6 +127,19 @@ class ReferenceOps:
         rotated = low * cosines - high * sines, high * cosines + low * sines
         x[..., : 2 * pairs] = torch.cat(rotated, -1)
 
+    def grouped_matmul(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """x [rows, in_size] in segments, each times a matrix of weights [groups, out_size, in_size], transposed.
+
+        Segment g is the rows before ends[g], int64, that are not of an earlier one. Returns [rows, out_size].
+        """
+        out = torch.empty(x.shape[0], weights.shape[1], dtype=x.dtype, device=x.device)
+        first = 0
+        for group, end in enumerate(ends.tolist()):
+            if end > first:
+                torch.mm(x[first:end], weights[group].T, out=out[first:end])
+                first = end
+        return out
+
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up [tokens, size], where x [tokens, 2 * size] holds the gates and then the ups."""
         gate, up = x.float().chunk(2, -1)
@@ -117,3 +149,11 @@ class ReferenceOps:
         """gelu(gate) * up likewise, with the approximation of gelu by tanh."""
         gate, up = x.float().chunk(2, -1)
         return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
+
+    def gelu(self, x: torch.Tensor) -> torch.Tensor:
+        """gelu(x) [tokens, size], with the same approximation."""
+        return F.gelu(x.float(), approximate="tanh").to(x.dtype)
+
+    def softcap(self, x: torch.Tensor, cap: float) -> None:
+        """Bounds x [..., size], float32, in place: cap * tanh(x / cap)."""
+        x.div_(cap).tanh_().mul_(cap)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,11 +12,10 @@ import torch
 from model_runner.checkpoint import CheckpointTensor
 from model_runner.dequantise import can_dequantise, dequantise
 from protos.errors import StartupError
-from protos.gguf import BLOCK_FORMATS, GGUFTensor, read_gguf
+from protos.gguf import BLOCK_FORMATS, read_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -26,17 +26,24 @@ _NAMES = {
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 """From a tensor's name in GGUF, without block number and suffix, to its Hugging Face name; those of Llama."""
-_IN_THE_SPEC = {"rope_freqs.weight"}
+_IN_THE_SPEC = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 """Tensors that the ModelSpec has already read."""
 _CHUNK_WEIGHTS = 1 << 18
 """Weights dequantised at a time, so that they are still in the cache when they are copied."""
-_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
+"""With the number of an expert, in old files."""
 _OTHER_NAME = re.compile(r"(\w+)\.(weight|bias)")
 
 
@@ -45,7 +52,6 @@ class GGUFCheckpoint:
     keeps in pair order."""
 
     def __init__(self, path: Path, names: dict[str, str], pair_heads: dict[str, int]) -> None:
-        self._path = path
         self._names = _NAMES | names
         self._pair_heads = pair_heads
         self._tensors = read_gguf(path).tensors
@@ -59,11 +65,11 @@ class GGUFCheckpoint:
             if not can_dequantise(tensor.type):
                 kind = BLOCK_FORMATS[tensor.type][0]
                 raise StartupError(
-                    f"{self._path}: tensor {tensor.name} is in block format {kind}, which cannot be read"
+                    f"{tensor.path}: tensor {tensor.name} is in block format {kind}, which cannot be read"
                 )
             found.append(
                 CheckpointTensor(
-                    self._path, self._hugging_face_name(tensor.name), tensor.name, tensor.shape, tensor.nbytes
+                    Path(tensor.path), self._hugging_face_name(tensor.name), tensor.name, tensor.shape, tensor.nbytes
                 )
             )
         return found
@@ -71,38 +77,46 @@ class GGUFCheckpoint:
     def read(self, wanted: list[CheckpointTensor], table: dict[str, torch.Tensor]) -> Iterator[int]:
         """Fills the table's slices; yields the bytes read with each."""
         for tensor in wanted:
-            heads = self._pair_heads.get(tensor.name.split(".")[-2], 0)
-            entry = self._tensors[tensor.source_name]
-            data = np.fromfile(self._path, np.uint8, entry.nbytes, offset=entry.offset)
-            for rows, weights in _chunks(data, entry, heads):
-                _copy(table[tensor.name], rows, torch.from_numpy(weights), heads)
+            self._fill(table[tensor.name], tensor)
             yield tensor.nbytes
+
+    def _fill(self, target: torch.Tensor, tensor: CheckpointTensor) -> None:
+        heads = self._pair_heads.get(tensor.name.split(".")[-2], 0)
+        entry = self._tensors[tensor.source_name]
+        _, block_size, block_bytes = BLOCK_FORMATS[entry.type]
+        before = tensor.first_row * entry.shape[-1] // block_size * block_bytes
+        data = np.fromfile(entry.path, np.uint8, tensor.nbytes, offset=entry.offset + before)
+        for rows, weights in _chunks(data, tensor.shape, entry.type, heads):
+            _copy(target, rows, torch.from_numpy(weights), heads)
 
     def _hugging_face_name(self, name: str) -> str:
         """The name itself where GGUF's is not known: the check against the model's table will then refuse it."""
         if match := _BLOCK_NAME.fullmatch(name):
-            block, module, suffix = match.groups()
-            return f"model.layers.{block}.{self._names.get(module, module)}.{suffix}"
+            block, module, expert, suffix = match.groups()
+            usual = self._names.get(module, module)
+            if expert is not None:
+                usual = usual.replace("mlp.", f"mlp.experts.{expert}.")
+            return f"model.layers.{block}.{usual}.{suffix}"
         if match := _OTHER_NAME.fullmatch(name):
             module, suffix = match.groups()
             return f"{self._names.get(module, module)}.{suffix}"
         return name
 
 
-def _chunks(data: np.ndarray, tensor: GGUFTensor, heads: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Rows of the tensor and their weights; whole heads where rows have to change places inside them."""
-    num_rows, row_size = tensor.shape[0], int(np.prod(tensor.shape[1:]))
-    _, block_size, block_bytes = BLOCK_FORMATS[tensor.type]
+def _chunks(data: np.ndarray, shape: tuple[int, ...], type_id: int, heads: int) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows of a tensor and their weights; whole heads where rows have to change places inside them."""
+    num_rows, row_size = shape[0], int(np.prod(shape[1:]))
+    _, block_size, block_bytes = BLOCK_FORMATS[type_id]
     unit = num_rows // heads if heads else 1
     if row_size % block_size:  # a vector: its blocks run along the rows themselves
-        yield slice(0, num_rows), dequantise(data, tensor.type)
+        yield slice(0, num_rows), dequantise(data, type_id)
         return
     step = max(1, _CHUNK_WEIGHTS // (row_size * unit)) * unit
     row_bytes = row_size // block_size * block_bytes
     for first in range(0, num_rows, step):
         end = min(num_rows, first + step)
-        weights = dequantise(data[first * row_bytes : end * row_bytes], tensor.type)
-        yield slice(first, end), weights.reshape(end - first, *tensor.shape[1:])
+        weights = dequantise(data[first * row_bytes : end * row_bytes], type_id)
+        yield slice(first, end), weights.reshape(end - first, *shape[1:])
 
 
 def _copy(target: torch.Tensor, rows: slice, weights: torch.Tensor, heads: int) -> None:

@@ -37,7 +37,7 @@ def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy) -> Ca
     """
     block_size, limit = config.cache.block_size, spec.max_position_embeddings
     wanted = config.model.max_model_len
-    if wanted > limit and spec.rope.kind != "dynamic":
+    if wanted > limit and not spec.stretches:
         raise StartupError(f"--max-model-len {wanted} is over the model's limit; set it to {limit} or less")
     key_shape, value_shape = policy.ops.kv_cache_shapes(1, spec.num_kv_heads, spec.head_dim, block_size)
     block_bytes = spec.num_layers * policy.dtype.itemsize * (math.prod(key_shape) + math.prod(value_shape))

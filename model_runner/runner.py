@@ -54,7 +54,7 @@ class ModelRunner:
     def load(self, path: Path, report: Callable[[int, int], None]) -> WorkerInfo:
         """Fills the model's weights. Raises StartupError naming the file and the tensor at fault."""
         table = self.model.weights()
-        load_weights(path, self._spec, table, report)
+        load_weights(path, self._spec, self._config.model.load_format, table, report)
         return WorkerInfo(
             num_blocks=self._size.num_blocks,
             max_model_len=self._size.max_model_len,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from model_runner.checkpoint import CheckpointTensor
+from model_runner.checkpoint import CheckpointTensor, renamed
 from protos.errors import StartupError
 from protos.json_files import read_json_object
 
@@ -17,18 +18,20 @@ if TYPE_CHECKING:
 
     import torch
 
+    from protos.architecture import Architecture
+
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Tensor types of safetensors that hold weights as they are, with their size in bytes."""
+MAPPED_BYTES = 64 << 20
 
 
 class SafetensorsCheckpoint:
-    """A directory of .safetensors files: one, or the shards that an index names.
+    """A directory of .safetensors files: one, or the shards that an index names."""
 
-    `norm_offset` is added to the weights of norms.
-    """
-
-    def __init__(self, directory: Path, norm_offset: float = 0.0) -> None:
-        self._norm_offset = norm_offset
+    def __init__(self, directory: Path, architecture: Architecture | None) -> None:
+        """An architecture without a row of its own has names and weights as the model wants them."""
+        self._renamed = {} if architecture is None else architecture.renamed
+        self._norm_offset = 0.0 if architecture is None else architecture.norm_offset
         self._files = _safetensors_files(directory)
 
     def tensors(self) -> list[CheckpointTensor]:
@@ -36,26 +39,41 @@ class SafetensorsCheckpoint:
         found = []
         for file in self._files:
             with _opened(file) as shard:
-                for name in shard.offset_keys():
-                    entry = shard.get_slice(name)
+                for source_name in shard.offset_keys():
+                    entry = shard.get_slice(source_name)
                     shape, dtype = tuple(entry.get_shape()), entry.get_dtype()
                     if dtype not in _FLOATS:
                         raise StartupError(
-                            f"{file}: tensor {name} has type {dtype}; supported are {', '.join(_FLOATS)}"
+                            f"{file}: tensor {source_name} has type {dtype}; supported are {', '.join(_FLOATS)}"
                         )
-                    found.append(CheckpointTensor(file, name, name, shape, math.prod(shape) * _FLOATS[dtype]))
+                    usual, nbytes = renamed(source_name, self._renamed), math.prod(shape) * _FLOATS[dtype]
+                    found.append(CheckpointTensor(file, usual, source_name, shape, nbytes))
         return found
 
     def read(self, wanted: list[CheckpointTensor], table: dict[str, torch.Tensor]) -> Iterator[int]:
-        """Fills the table's slices; yields the bytes read with each. Shards are mapped one at a time."""
-        for file in self._files:
+        """Fills the table's slices; yields the bytes read with each. Of a file no more than MAPPED_BYTES and one
+        tensor are in memory at a time: what was read of a mapped file stays resident until it is closed."""
+        mapped = 0
+
+        def mapping(tensor: CheckpointTensor) -> tuple[Path, int]:
+            nonlocal mapped
+            mapped += tensor.nbytes
+            return tensor.file, mapped // MAPPED_BYTES
+
+        for (file, _), tensors in groupby(wanted, mapping):
             with _opened(file) as shard:
-                for tensor in wanted:
-                    if tensor.file == file:
-                        table[tensor.name].copy_(shard.get_tensor(tensor.source_name))
-                        if self._norm_offset and tensor.name.endswith("norm.weight"):
-                            table[tensor.name] += self._norm_offset
-                        yield tensor.nbytes
+                for tensor in tensors:
+                    self._fill(table[tensor.name], tensor, shard)
+                    yield tensor.nbytes
+
+    def _fill(self, target: torch.Tensor, tensor: CheckpointTensor, shard: safe_open) -> None:
+        weights = shard.get_tensor(tensor.source_name)
+        if weights.shape != tensor.shape:
+            rows = weights.view(-1, *tensor.shape[1:])
+            weights = rows[tensor.first_row : tensor.first_row + tensor.shape[0]]
+        target.copy_(weights)
+        if self._norm_offset and tensor.name.endswith("norm.weight"):
+            target += self._norm_offset
 
 
 def _safetensors_files(directory: Path) -> list[Path]:

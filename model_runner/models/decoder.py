@@ -1,4 +1,5 @@
-"""Decoder: what Llama, Mistral, Qwen2 and Gemma 3 share; the ModelSpec says how they differ."""
+"""Decoder: what models with rotary embeddings, RMS norms and gated MLPs, one or many, share; the ModelSpec says how
+they differ."""
 
 from __future__ import annotations
 
@@ -11,72 +12,58 @@ import torch.nn.functional as F
 from model_runner.layers.attention import Attention
 from model_runner.layers.linear import Linear
 from model_runner.layers.mlp import GatedMLP
-from model_runner.layers.norm import RMSNorm
+from model_runner.layers.moe import MoE
+from model_runner.layers.norm import NoNorm, RMSNorm
 from model_runner.layers.rotary import Rotary
 
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
     from model_runner.forward_batch import ForwardBatch
+    from model_runner.layers.attention import Angles
     from protos.model_spec import ModelSpec
-
-    Angles = tuple[torch.Tensor, torch.Tensor]
-    """Cosines and sines [T, pairs] of the tokens' positions."""
 
 
 class DecoderLayer:
     """x + attention(norm(x)), then y + mlp(norm(y)); the sums live in `residual`, in place.
 
-    With post_norms, x + norm(attention(norm(x))), and the MLP likewise.
+    By the spec's norm_place what each half adds passes a norm of its own, too or instead.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, policy: DevicePolicy) -> None:
         self._prefix = f"model.layers.{layer}."
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, policy)
+        self._norm_place = spec.norm_place
+        self.is_local, self.is_rotated = spec.is_local(layer), spec.is_rotated(layer)
+
+        def norm_if(exists: bool) -> RMSNorm | NoNorm:
+            return RMSNorm(spec.hidden_size, spec.norm_eps, policy) if exists else NoNorm()
+
+        self.attention_norm = norm_if(spec.norm_place != "behind")
         self.attention = Attention(spec, layer, policy)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.norm_eps, policy)
-        self.mlp = GatedMLP(spec, policy)
-        self.is_local = spec.is_local(layer)
-        self.post_norms = [RMSNorm(spec.hidden_size, spec.norm_eps, policy) for _ in range(2 * spec.post_norms)]
+        self.attended_norm = norm_if(spec.norm_place != "before")
+        self.mlp_norm = norm_if(spec.norm_place != "behind")
+        self.mlp = MoE(spec, policy) if spec.is_sparse(layer) else GatedMLP(spec, policy)
+        self.mlp_out_norm = norm_if(spec.norm_place != "before")
 
     def weights(self) -> dict[str, torch.Tensor]:
-        table = {
-            "input_layernorm.weight": self.attention_norm.weight,
-            **self._norm_weights(),
-            **self.attention.qkv.slices(["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
-            **self.attention.out.slices(["self_attn.o_proj"]),
-            **self.mlp.gate_up.slices(["mlp.gate_proj", "mlp.up_proj"]),
-            **self.mlp.down.slices(["mlp.down_proj"]),
-        }
-        return {self._prefix + name: target for name, target in table.items()}
-
-    def _norm_weights(self) -> dict[str, torch.Tensor]:
-        """`post_attention_layernorm` is behind the attention or, where there is but one norm, before the MLP."""
-        table = {}
-        if self.attention.query_norm is not None and self.attention.key_norm is not None:
-            table["self_attn.q_norm.weight"] = self.attention.query_norm.weight
-            table["self_attn.k_norm.weight"] = self.attention.key_norm.weight
-        if not self.post_norms:
-            return table | {"post_attention_layernorm.weight": self.mlp_norm.weight}
-        return table | {
-            "post_attention_layernorm.weight": self.post_norms[0].weight,
-            "pre_feedforward_layernorm.weight": self.mlp_norm.weight,
-            "post_feedforward_layernorm.weight": self.post_norms[1].weight,
+        parts = {"self_attn": self.attention, "mlp": self.mlp, "input_layernorm": self.attention_norm}
+        if self._norm_place == "before":
+            parts |= {"post_attention_layernorm": self.mlp_norm}
+        else:
+            parts |= {"post_attention_layernorm": self.attended_norm, "pre_feedforward_layernorm": self.mlp_norm}
+            parts |= {"post_feedforward_layernorm": self.mlp_out_norm}
+        return {
+            f"{self._prefix}{part}.{name}": target
+            for part, module in parts.items()
+            for name, target in module.weights().items()
         }
 
     def __call__(
-        self,
-        x: torch.Tensor | None,
-        residual: torch.Tensor,
-        batch: ForwardBatch,
-        angles: Angles,
+        self, x: torch.Tensor | None, residual: torch.Tensor, batch: ForwardBatch, angles: Angles
     ) -> torch.Tensor:
         """x is what the layer before has yet to add to `residual`; None for the first layer."""
         normed = self.attention_norm(residual) if x is None else self.attention_norm(x, residual)
-        attended = self.attention(normed, batch, *angles)
-        if not self.post_norms:
-            return self.mlp(self.mlp_norm(attended, residual))
-        after_attention, after_mlp = self.post_norms
-        return after_mlp(self.mlp(self.mlp_norm(after_attention(attended), residual)))
+        attended = self.attended_norm(self.attention(normed, batch, angles if self.is_rotated else None))
+        return self.mlp_out_norm(self.mlp(self.mlp_norm(attended, residual)))
 
 
 class Decoder:
@@ -90,6 +77,7 @@ class Decoder:
         if spec.local_rope is not None:
             local = msgspec.structs.replace(spec, rope=spec.local_rope)
             self.local_rotary = Rotary(local, max_model_len, policy.device)
+        self._logits_softcap, self._ops = spec.logits_softcap, policy.ops
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=policy.dtype).item()
         self.head = None if self._tied else Linear(spec.hidden_size, [spec.vocab_size], False, policy)
 
@@ -113,4 +101,7 @@ class Decoder:
         return self.norm(x[batch.output_tokens], residual[batch.output_tokens])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)).float()
+        logits = (F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)).float()
+        if self._logits_softcap:
+            self._ops.softcap(logits, self._logits_softcap)
+        return logits

@@ -9,6 +9,7 @@ import pytest
 from async_engine import cli, commands
 from async_engine.bench.options import NullBenchOptions, ServeBenchOptions
 from async_engine.flags import add_flags, values
+from protos.architectures import REGISTRY
 from protos.params import SamplingParams
 
 
@@ -128,6 +129,13 @@ def test_version(capsys):
         cli.main(["--version"])
     assert caught.value.code == 0
     assert re.fullmatch(r"tailrace \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_models_lists_every_architecture(capsys):
+    assert cli.main(["models"]) == 0
+    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
+    assert [name for name, *_ in lines] == list(REGISTRY)
+    assert ["Gemma3ForCausalLM", "fused", "not: images; capped scores; attention both ways"] in lines
 
 
 @pytest.mark.parametrize("options", [ServeBenchOptions, NullBenchOptions])

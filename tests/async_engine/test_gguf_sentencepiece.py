@@ -47,7 +47,6 @@ def metadata(prefix: bool | None = None, seed: int = 0, **more: Any) -> dict[str
 
 def build(values: dict[str, Any]) -> Tokenizer:
     parts = gguf_tokenizer(values)
-    assert parts is not None
     return Tokenizer(parts.backend)
 
 
@@ -113,7 +112,6 @@ def test_the_text_of_a_byte_is_not_the_byte() -> None:
 def test_a_prompt_starts_with_bos_unless_the_file_says_no() -> None:
     for says, expected in [({}, True), ({"add_bos_token": False}, False), ({"add_eos_token": True}, True)]:
         parts = gguf_tokenizer(metadata(**says))
-        assert parts is not None
         assert parts.add_bos is expected
         assert parts.add_eos is bool(says.get("add_eos_token"))
         assert (parts.bos_token, parts.eos_token) == ("<s>", "</s>")

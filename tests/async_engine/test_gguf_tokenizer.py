@@ -41,7 +41,6 @@ def metadata(
 def words(pre: str, text: str) -> list[str]:
     """The words that a text is cut into before merging."""
     parts = gguf_tokenizer(metadata(pre, BYTE_TOKENS, []))
-    assert parts is not None
     assert parts.backend.pre_tokenizer is not None
     return [text[start:end] for _, (start, end) in parts.backend.pre_tokenizer.pre_tokenize_str(text)]
 
@@ -83,7 +82,6 @@ def test_tekken_splitting() -> None:
 
 def test_qwen_2_composes_characters_first() -> None:
     parts = gguf_tokenizer(metadata("qwen2", BYTE_TOKENS, []))
-    assert parts is not None
     assert bytes(parts.backend.encode("e\u0301").ids) == "é".encode()
 
 
@@ -91,7 +89,6 @@ def test_gguf_merges_control_user_and_unused_tokens() -> None:
     tokens = [*BYTE_TOKENS, "ab", "<|end|>", "<tool>", "[PAD]"]
     kinds = [1] * 257 + [3, 4, 5]
     parts = gguf_tokenizer(metadata("gpt-2", tokens, ["a b"], kinds, eos_token_id=257))
-    assert parts is not None
     tokenizer = Tokenizer(parts.backend)
     assert tokenizer.encode("abc<|end|><tool>[PAD]", True) == [256, ord("c"), 257, 258, *b"[PAD]"]
     assert tokenizer.special_ids == {257}
@@ -102,14 +99,47 @@ def test_gguf_merges_control_user_and_unused_tokens() -> None:
 def test_llama_3_takes_whole_words_over_merges() -> None:
     tokens = [*BYTE_TOKENS, "bc", "abc", "<s>"]
     parts = {pre: gguf_tokenizer(metadata(pre, tokens, ["b c"], bos_token_id=258)) for pre in ("gpt-2", "llama-bpe")}
-    assert [part is not None and part.backend.encode("abc").ids for part in parts.values()] == [[97, 256], [257]]
-    assert [part is not None and part.add_bos for part in parts.values()] == [False, True]
+    assert [part.backend.encode("abc").ids for part in parts.values()] == [[97, 256], [257]]
+    assert [part.add_bos for part in parts.values()] == [False, True]
 
 
-def test_unknown_gguf_kinds_are_left_to_others() -> None:
-    assert gguf_tokenizer(metadata("never-heard-of", ["a"], [])) is None
-    assert gguf_tokenizer({**metadata("gpt-2", ["a"], []), "tokenizer.ggml.model": "t5"}) is None
-    assert gguf_tokenizer({}) is None
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        (
+            metadata("new", ["a"], []),
+            "tokenizer.ggml.pre is 'new', a way to cut text into words that is not known here",
+        ),
+        ({**metadata("gpt-2", ["a"], []), "tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model is 't5'; known are"),
+        ({}, "tokenizer.ggml.model is None; known are 'gpt2' and 'llama'"),
+    ],
+)
+def test_unknown_gguf_kinds_are_refused_in_one_line(
+    values: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class File:
+        metadata = values
+
+    monkeypatch.setattr(tokenizer_module, "read_gguf", lambda path: File)
+    with pytest.raises(StartupError) as caught:
+        load_tokenizer(Path("a.gguf"))
+    assert str(caught.value).startswith(f"a.gguf: the tokenizer cannot be loaded: {problem}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gguf_file_that_does_not_say_how_to_split_is_read_as_gpt_2_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class File:
+        metadata = metadata("gpt-2", BYTE_TOKENS, [])
+
+    monkeypatch.setattr(tokenizer_module, "read_gguf", lambda path: File)
+    load_tokenizer(Path("a.gguf"))
+    assert not caplog.messages
+    del File.metadata["tokenizer.ggml.pre"]
+    assert load_tokenizer(Path("a.gguf")).encode("ab", False) == [*b"ab"]
+    (message,) = caplog.messages
+    assert message.startswith("a.gguf: has no tokenizer.ggml.pre; ")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +162,16 @@ def test_gguf_that_contradicts_itself_is_one_line_at_startup(
     with pytest.raises(StartupError, match=r"broken\.gguf: the tokenizer cannot be loaded") as caught:
         load_tokenizer(Path("broken.gguf"))
     assert "\n" not in str(caught.value)
+
+
+def test_what_a_gguf_file_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class File:
+        metadata = metadata("gpt-2", ["a"], [])
+
+    del File.metadata["tokenizer.ggml.tokens"]
+    monkeypatch.setattr(tokenizer_module, "read_gguf", lambda path: File)
+    with pytest.raises(StartupError, match=r"a\.gguf: .* cannot be loaded: it has no tokenizer\.ggml\.tokens$"):
+        load_tokenizer(Path("a.gguf"))
 
 
 @pytest.mark.parametrize(("add_bos", "add_eos", "expected"), [(True, True, [256, 97, 257]), (False, False, [97])])
@@ -244,5 +284,5 @@ def test_embedded_tokenizer_loads_within_a_second_without_torch_or_transformers(
 def test_embedded_tokenizer_is_built_from_metadata_in_half_a_second() -> None:
     contents = read_gguf(resolve_model("")).metadata
     start = time.process_time()
-    assert gguf_tokenizer(contents) is not None
+    gguf_tokenizer(contents)
     assert time.process_time() - start < 0.5

@@ -25,7 +25,7 @@ class Case:
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
 
-    def run(self, ops: ReferenceOps, sliding_window: int = 0) -> torch.Tensor:
+    def run(self, ops: ReferenceOps, sliding_window: int = 0, softcap: float = 0.0) -> torch.Tensor:
         return ops.attention(
             self.query,
             self.key_cache,
@@ -35,6 +35,7 @@ class Case:
             self.block_tables,
             1 / math.sqrt(self.query.shape[-1]),
             sliding_window,
+            softcap,
         )
 
     def slice(self, row: int, first: int, end: int) -> Case:
@@ -86,12 +87,13 @@ MIXED = [(1, 1), (7, 7), (1, 37), (33, 200), (0, 0), (1, 530), (19, 1100)]
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("sliding_window", [0, 1, 5, 50])
-def test_mixed_prefill_and_decode_rows_equal_the_twin(ops: CpuOps, dtype: torch.dtype, sliding_window: int):
+@pytest.mark.parametrize(("sliding_window", "softcap"), [(0, 0.0), (1, 0.0), (5, 0.0), (50, 0.0), (0, 1.5), (50, 0.5)])
+def test_mixed_prefill_and_decode_rows_equal_the_twin(
+    ops: CpuOps, dtype: torch.dtype, sliding_window: int, softcap: float
+):
     case = make_case(MIXED, dtype=dtype)
-    torch.testing.assert_close(
-        case.run(ops, sliding_window), case.run(ReferenceOps(), sliding_window), atol=TOLERANCE[dtype], rtol=0
-    )
+    ours, twin = case.run(ops, sliding_window, softcap), case.run(ReferenceOps(), sliding_window, softcap)
+    torch.testing.assert_close(ours, twin, atol=TOLERANCE[dtype], rtol=0)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
@@ -133,14 +135,27 @@ def test_a_window_hides_exactly_the_keys_before_it(ops: CpuOps, sliding_window: 
         case.value_cache[block, :, offset] = kept
 
 
-@pytest.mark.parametrize("sliding_window", [0, 700])
-def test_a_row_is_the_same_bits_alone_in_any_batch_and_chunking(ops: CpuOps, sliding_window: int):
+def test_capped_scores_equal_their_definition(ops: CpuOps):
+    """In float64, of one row whose scores reach far beyond the cap."""
+    case = make_case([(9, 40)], heads=4, kv_heads=2)
+    case.query *= 30
+    keys = case.key_cache[case.block_tables[0].long()].permute(1, 0, 3, 2).flatten(1, 2)[:, :40].double()
+    values = case.value_cache[case.block_tables[0].long()].transpose(0, 1).flatten(1, 2)[:, :40].double()
+    scores = torch.einsum("thd,hkd->htk", case.query.double(), keys.repeat_interleave(2, 0)) / 8
+    capped = (5 * (scores / 5).tanh()).masked_fill(torch.ones(9, 40).triu(32).bool(), -torch.inf)
+    expected = torch.einsum("htk,hkd->thd", capped.softmax(-1), values.repeat_interleave(2, 0))
+    for implementation in (ops, ReferenceOps()):
+        torch.testing.assert_close(case.run(implementation, 0, 5.0).double(), expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("sliding_window", "softcap"), [(0, 0.0), (700, 0.0), (0, 1.5)])
+def test_a_row_is_the_same_bits_alone_in_any_batch_and_chunking(ops: CpuOps, sliding_window: int, softcap: float):
     """So that prefix hits, chunked prefill and preemption cannot change a token by way of attention."""
     case = make_case([(1100, 1100), (40, 900), (1, 300)], heads=9, kv_heads=3)
-    whole = case.run(ops, sliding_window)
+    whole = case.run(ops, sliding_window, softcap)
     for row, first, end in [(0, 0, 1), (0, 63, 64), (0, 100, 417), (0, 1099, 1100), (1, 3, 40), (2, 0, 1)]:
         start = int(case.query_starts[row])
-        part = case.slice(row, first, end).run(ops, sliding_window)
+        part = case.slice(row, first, end).run(ops, sliding_window, softcap)
         assert torch.equal(part, whole[start + first : start + end]), (row, first, end)
 
 

@@ -1,4 +1,4 @@
-"""RMS norm, rotary embedding and gated activation: each CPU variant against the PyTorch twin."""
+"""Norms, rotary embedding, activations and capped logits: each CPU variant against the PyTorch twin."""
 
 from __future__ import annotations
 
@@ -39,6 +39,29 @@ def test_rms_norm_with_residual_equals_the_twin(ops: CpuOps, dtype: torch.dtype,
     x, residual, weight = torch.randn(tokens, size).to(dtype), torch.randn(tokens, size).to(dtype), torch.ones(size)
     mine, twin = residual.clone(), residual.clone()
     close(ops.rms_norm(x, weight, 1e-5, mine), ReferenceOps().rms_norm(x, weight, 1e-5, twin))
+    assert torch.equal(mine, twin)
+
+
+@dtypes
+@shapes
+def test_layer_norm_equals_the_twin(ops: CpuOps, dtype: torch.dtype, tokens: int, size: int):
+    x, weight, bias = (torch.randn(tokens, size) * 3 + 1).to(dtype), torch.randn(size), torch.randn(size)
+    ours, twin = ops.layer_norm(x, weight, bias, 1e-5), ReferenceOps().layer_norm(x, weight, bias, 1e-5)
+    torch.testing.assert_close(ours, twin, atol=2e-6, rtol=ONE_ROUNDING[dtype])
+    # Nothing but the definition, in float64.
+    centred = x.double() - x.double().mean(-1, True)
+    expected = (centred / (centred.square().mean(-1, True) + 1e-5).sqrt() * weight + bias).to(dtype)
+    torch.testing.assert_close(ours, expected, atol=2e-6, rtol=ONE_ROUNDING[dtype])
+
+
+@dtypes
+@shapes
+def test_layer_norm_with_residual_equals_the_twin(ops: CpuOps, dtype: torch.dtype, tokens: int, size: int):
+    x, residual = torch.randn(tokens, size).to(dtype), torch.randn(tokens, size).to(dtype)
+    mine, twin = residual.clone(), residual.clone()
+    ours = ops.layer_norm(x, torch.ones(size), torch.ones(size), 1e-5, mine)
+    theirs = ReferenceOps().layer_norm(x, torch.ones(size), torch.ones(size), 1e-5, twin)
+    torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=ONE_ROUNDING[dtype])
     assert torch.equal(mine, twin)
 
 
@@ -84,6 +107,28 @@ def test_gelu_mul_equals_its_definition(ops: CpuOps, dtype: torch.dtype, tokens:
     gate, up = x.double().chunk(2, -1)
     close(ops.gelu_mul(x), (F.gelu(gate, approximate="tanh") * up).to(dtype))
     torch.testing.assert_close(ops.gelu_mul(x), ReferenceOps().gelu_mul(x), atol=1e-5, rtol=ONE_ROUNDING[dtype])
+
+
+@dtypes
+@shapes
+def test_gelu_equals_its_definition(ops: CpuOps, dtype: torch.dtype, tokens: int, size: int):
+    x = torch.randn(tokens, size).to(dtype) * 5
+    close(ops.gelu(x), F.gelu(x.double(), approximate="tanh").to(dtype))
+
+
+@shapes
+def test_softcap_equals_its_definition(ops: CpuOps, tokens: int, size: int):
+    x = torch.randn(tokens, size) * 10 ** torch.randint(-3, 3, (tokens, size))
+    expected = 7 * (x.double() / 7).tanh()
+    ops.softcap(x, 7.0)
+    torch.testing.assert_close(x.double(), expected, atol=0, rtol=4e-7)
+
+
+def test_softcap_at_the_ends_of_the_range(ops: CpuOps):
+    x = torch.tensor([-torch.inf, -1e38, -60.0, -1e-30, 0.0, 60.0, 1e38, torch.inf, *[torch.nan] * 8])
+    ops.softcap(x, 3.0)
+    assert x[:8].tolist() == [-3.0, -3.0, -3.0, pytest.approx(-1e-30), 0.0, 3.0, 3.0, 3.0]
+    assert x[8:].isnan().all()
 
 
 def test_gelu_mul_at_the_ends_of_the_range(ops: CpuOps):

@@ -56,3 +56,11 @@ class Greedy:
             assert gap < NEAR_TIE, f"prompt {index}, token {place}: {ours[place]}, not {theirs[place]} (gap {gap})"
             flips += 1
         return flips
+
+
+def assert_greedy(model: Any, prompt: Sequence[int], output: Sequence[int]) -> None:
+    """Each token of the output is what a transformers model would draw there, but for near ties."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    gaps = logits.max(-1).values - logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
+    assert gaps.max() < NEAR_TIE, f"token {int(gaps.argmax())} is {float(gaps.max())} below the best"

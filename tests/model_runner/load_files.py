@@ -24,6 +24,7 @@ import torch
 
 from async_engine.tokenizer import load_tokenizer
 from gpu_executor.worker import Worker
+from model_runner.models import generic, generic_spec  # noqa: F401
 from protos.config import EngineConfig, build
 from protos.errors import StartupError
 from protos.model_files import read_model_spec

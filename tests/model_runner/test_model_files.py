@@ -12,7 +12,7 @@ import pytest
 
 from protos.errors import StartupError
 from protos.model_files import read_model_spec, resolve_model
-from protos.model_spec import RopeSpec
+from protos.model_spec import BasicSpec, RopeSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -183,10 +183,8 @@ def test_the_model_type_stands_in_for_a_missing_architecture(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        (
-            {"architectures": ["GPT2LMHeadModel"]},
-            "architecture GPT2LMHeadModel is not supported; supported are LlamaForCausalLM, ",
-        ),
+        ({"architectures": ["NoSuchModel"], "vocab_size": None}, "has no vocab_size"),
+        ({"text_config": {}}, "multimodal models are not supported"),
         ({"vocab_size": None}, "has no vocab_size"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"hidden_size": "64"}, "malformed: "),
@@ -237,6 +235,7 @@ def test_gemma_with_the_least_that_a_config_can_say(
     assert (spec.head_dim, spec.num_kv_heads, spec.hidden_act) == (256, 4, "gelu_pytorch_tanh")
     assert [spec.window(layer) for layer in range(12)] == [*[4096] * 5, 0] * 2
     assert spec.attention_scale == 1 / 16
+    assert spec.eos_token_ids == (1,)
     assert spec.tie_word_embeddings
 
 
@@ -244,20 +243,92 @@ def test_gemma_with_the_least_that_a_config_can_say(
     ("changes", "problem"),
     [
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is not supported"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        ({"final_logit_softcapping": -1.0}, "logits_softcap is -1.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
         ({"hidden_activation": "gelu"}, "activation gelu is not supported"),
         ({"query_pre_attn_scalar": 0}, "malformed: "),
         ({"layer_types": ["full_attention"]}, "layer_types must name full_attention or sliding_attention for each"),
         ({"layer_types": ["conv"] * 12}, "layer_types must name full_attention or sliding_attention for each"),
         ({"rope_parameters": {"sliding_attention": {"rope_type": "mrope"}}}, "rope type mrope is not supported"),
-        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "architecture Gemma2ForCausalLM is not"),
     ],
 )
 def test_variants_of_gemma_that_are_not_known_are_told_in_one_line(
     changes: dict[str, Any], problem: str, tmp_path: Path
 ):
     assert refused(tmp_path, GEMMA | changes).startswith(problem)
+
+
+def test_gemma2_with_the_least_that_a_config_can_say(tmp_path: Path):
+    spec = spec_of(tmp_path, GEMMA | {"model_type": "gemma2"})
+    assert (spec.attention_softcap, spec.logits_softcap) == (50.0, 30.0)
+    assert [spec.window(layer) for layer in range(4)] == [4096, 0, 4096, 0]
+    spec = spec_of(tmp_path, GEMMA | {"model_type": "gemma2", "final_logit_softcapping": None})
+    assert (spec.attention_softcap, spec.logits_softcap) == (50.0, 0.0)
+
+
+def test_gpt2_with_the_least_that_a_config_can_say(tmp_path: Path):
+    gpt2 = {"model_type": "gpt2", "vocab_size": 9, "n_embd": 24, "n_layer": 2, "n_head": 3, "n_inner": None}
+    spec = spec_of(tmp_path, gpt2)
+    assert (spec.hidden_size, spec.intermediate_size, spec.head_dim, spec.num_kv_heads) == (24, 96, 8, 3)
+    assert (spec.max_position_embeddings, spec.norm_eps, spec.hidden_act) == (1024, 1e-5, "gelu_pytorch_tanh")
+    assert spec.attention_bias
+    assert spec.attention_out_bias
+    assert spec.mlp_bias
+    assert spec.tie_word_embeddings
+    assert spec_of(tmp_path, gpt2 | {"n_inner": 50}).intermediate_size == 50
+
+
+PHI3 = LLAMA | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], "max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize("kind", ["su", "yarn", "longrope"])
+def test_phi3_calls_longrope_by_other_names(kind: str, tmp_path: Path):
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    spec = spec_of(tmp_path, PHI3 | {"rope_scaling": {"type": kind, **factors}})
+    assert spec.rope == RopeSpec(kind="longrope", scaling=factors, original_max_position=4096)
+
+
+@pytest.mark.parametrize(
+    ("changes", "unrotated"),
+    [
+        ({}, (3, 7)),
+        ({"no_rope_layer_interval": 3}, (2, 5)),
+        ({"no_rope_layers": [1, 0, 0, 1, 1, 1, 1, 0, 0]}, (1, 2, 7)),
+    ],
+)
+def test_smollm3_does_not_turn_some_layers(changes: dict[str, Any], unrotated: tuple[int, ...], tmp_path: Path):
+    smollm3 = LLAMA | {"architectures": ["SmolLM3ForCausalLM"], "num_hidden_layers": 8}
+    assert spec_of(tmp_path, smollm3 | changes).unrotated_layers == unrotated
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 entries for 4 layers"),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "use_sliding_window True is not supported"),
+        ("LlamaForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is not supported"),
+        ("LlamaForCausalLM", {"hidden_act": "relu"}, "activation relu is not supported; supported are silu, "),
+        ("GPT2LMHeadModel", {"activation_function": "silu"}, "activation silu is not supported; supported are gelu"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True is not"),
+        ("GPT2LMHeadModel", {"scale_attn_weights": False}, "scale_attn_weights False is not supported"),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention True is not supported"),
+        ("OPTForCausalLM", {"ffn_dim": 8, "enable_bias": False}, "enable_bias False is not supported"),
+        ("OPTForCausalLM", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine False is not"),
+        ("OPTForCausalLM", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm True is not supported"),
+        ("OPTForCausalLM", {"word_embed_proj_dim": -5}, "embedding_size is -5"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "su"}}, "rope type longrope needs short_factor, not None"),
+    ],
+)
+def test_what_an_architecture_cannot_do_is_told_in_one_line(
+    name: str, changes: dict[str, Any], problem: str, tmp_path: Path
+):
+    assert refused(tmp_path, LLAMA | {"architectures": [name]} | changes).startswith(problem)
+
+
+def test_of_an_architecture_without_a_fused_model_only_what_the_front_end_needs_is_read(tmp_path: Path):
+    config = {"architectures": ["NoSuchModel"], "vocab_size": 100, "eos_token_id": [3, 100], "n_embd": "?"}
+    spec = spec_of(tmp_path, config, {"temperature": 0.5})
+    assert spec == BasicSpec(architecture="NoSuchModel", vocab_size=100, eos_token_ids=(3,), default_temperature=0.5)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\x00"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from model_runner.layers.rotary import Rotary, rope_frequencies
 from protos.config_spec import ROPE_KINDS
+from protos.errors import StartupError
+from protos.model_files import read_model_spec
 from protos.model_spec import ModelSpec, RopeSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HEAD_DIM, MAX_POSITION = 64, 4096
 FACTORS = {
@@ -84,6 +90,38 @@ def test_default_frequencies_equal_transformers():
     frequencies, factor = rope_frequencies(spec_of("default", {}), MAX_POSITION)
     assert torch.equal(frequencies, expected)
     assert factor == 1.0
+
+
+GOOD: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 1024},
+    "yarn": {"factor": 4.0, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 1024},
+    "longrope": FACTORS | {"factor": 4.0, "original_max_position_embeddings": 1024},
+}
+WEIRD: list[Any] = [0, -1, 1e-320, 1e308, 10**400, float("nan"), float("inf"), "2", True, {"a": 1}]
+WEIRD += [[], [1.0] * 32, [0.0] * 32, [1e-320] * 32, ["a"] * 32, [True] * 32]
+
+
+@pytest.mark.parametrize("kind", GOOD)
+def test_bad_parameters_end_in_one_line_before_the_model_is_made(kind: str, tmp_path: Path):
+    """What passes the check has frequencies for every length."""
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 9, "intermediate_size": 8, "num_hidden_layers": 1}
+    config |= {"hidden_size": 4 * HEAD_DIM, "num_attention_heads": 4, "max_position_embeddings": MAX_POSITION}
+    refused = []
+    for key in [*GOOD[kind], "rope_theta", "partial_rotary_factor"]:
+        for value in WEIRD:
+            parameters = {"rope_type": kind, "rope_theta": 20000.0, **GOOD[kind], key: value}
+            (tmp_path / "config.json").write_text(json.dumps(config | {"rope_parameters": parameters}))
+            try:
+                rope_frequencies(spec := read_model_spec(tmp_path), 1)
+            except (StartupError, ValueError) as error:
+                refused.append(str(error))
+                continue
+            for length in (1024, 1025, 3 * MAX_POSITION):
+                rope_frequencies(spec, length)
+    assert len(refused) >= 2 * len(WEIRD)
+    assert not any("\n" in message for message in refused)
 
 
 def test_every_kind_is_covered():

@@ -41,6 +41,32 @@ GEMMA = {
     "sliding_window": 30,
 }
 """Seven layers: the sixth is the one global one."""
+GEMMA2 = {
+    "num_hidden_layers": 3,
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "num_key_value_heads": 2,
+    "sliding_window": 30,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 5.0,
+}
+"""Caps low enough to matter."""
+UNPADDED = {"pad_token_id": None}
+"""Of architectures whose default is beyond the vocabulary here."""
+PHI_LONGROPE = {
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 100,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + 0.1 * i for i in range(6)],
+        "long_factor": [2.0 + 0.5 * i for i in range(6)],
+    },
+}
+UNGROUPED = {"num_key_value_heads": 4}
+GPT2 = UNGROUPED | {"n_inner": 96}
+OPT = UNGROUPED | {"ffn_dim": 96, "init_std": 0.3}
+QWEN3_MOE = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "head_dim": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "llama with biases": ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
@@ -60,6 +86,70 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 with a window behind its first layer": (
         "Qwen2ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 32, "attention_bias": True}),
+    "qwen3 with a window behind its first layer": (
+        "Qwen3ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    ),
+    "smollm3": ("SmolLM3ForCausalLM", UNPADDED | {"num_hidden_layers": 5}),
+    "smollm3, layers by name, biases": (
+        "SmolLM3ForCausalLM",
+        UNPADDED | {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True},
+    ),
+    "phi3": ("Phi3ForCausalLM", UNPADDED),
+    "phi3 with a window": ("Phi3ForCausalLM", UNPADDED | {"sliding_window": 30}),
+    "phi3 with longrope on three quarters of a head": ("Phi3ForCausalLM", UNPADDED | PHI_LONGROPE),
+    "gemma2": ("Gemma2ForCausalLM", GEMMA2 | {"query_pre_attn_scalar": 48}),
+    "gemma2 without caps": (
+        "Gemma2ForCausalLM",
+        GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "initializer_range": 0.1},
+    ),
+    "gemma3 with capped logits": ("Gemma3ForCausalLM", GEMMA | {"final_logit_softcapping": 4.0}),
+    "olmo2": ("Olmo2ForCausalLM", {}),
+    "olmo2, no grouping, biases": ("Olmo2ForCausalLM", {"num_key_value_heads": 4, "attention_bias": True}),
+    "olmo3, scaled global rope": (
+        "Olmo3ForCausalLM",
+        {
+            "num_hidden_layers": 5,
+            "sliding_window": 30,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 500000.0,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 128,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            },
+        },
+    ),
+    "gpt2": ("GPT2LMHeadModel", GPT2),
+    "gpt2, untied, relu, own MLP size": (
+        "GPT2LMHeadModel",
+        GPT2 | {"tie_word_embeddings": False, "activation_function": "relu", "n_inner": 80},
+    ),
+    "opt": ("OPTForCausalLM", OPT),
+    "opt, norms of the sums, projected embeddings, gelu": (
+        "OPTForCausalLM",
+        OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 32, "activation_function": "gelu_new"},
+    ),
+    "mixtral": ("MixtralForCausalLM", {"num_local_experts": 4}),
+    "mixtral, one expert, a window": (
+        "MixtralForCausalLM",
+        {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 30},
+    ),
+    "qwen3 moe": ("Qwen3MoeForCausalLM", QWEN3_MOE | {"norm_topk_prob": True}),
+    "qwen3 moe, some layers dense, weights not normed, odd sizes": (
+        "Qwen3MoeForCausalLM",
+        QWEN3_MOE
+        | {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "moe_intermediate_size": 28,
+            "attention_bias": True,
+        },
     ),
     "gemma3": ("Gemma3ForCausalLM", GEMMA),
     "gemma3, a window smaller than a block": ("Gemma3ForCausalLM", GEMMA | {"sliding_window": 5}),

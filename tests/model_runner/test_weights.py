@@ -1,8 +1,9 @@
-"""Loading safetensors: single, sharded, tied, streamed; faults in one line that names file and tensor."""
+"""Loading safetensors: single, sharded, tied, renamed, cast; faults in one line that names file and tensor."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +15,8 @@ from model_runner.weights import load_weights
 from protos.config import EngineConfig, build
 from protos.errors import StartupError
 from protos.model_files import read_model_spec
-from tests.model_runner.test_tiny_models import ENDS, TOKENS
+from tests.model_runner.hostile import safetensors_bytes
+from tests.model_runner.test_tiny_models import ENDS, GPT2, OPT, TOKENS
 from tests.model_runner.tiny import chunk_logits, load_tiny, reference_logits, save_tiny
 
 if TYPE_CHECKING:
@@ -71,25 +73,107 @@ def test_a_tied_head_is_the_embedding_and_its_copy_in_the_file_is_ignored(tmp_pa
     assert chunk_logits(runner, TOKENS, [5]).abs().max() > 1
 
 
+@pytest.mark.parametrize(
+    "prefix", ["", "language_model.model.", "model.language_model.", "_orig_mod.model.", "module.model.", "module."]
+)
+def test_names_may_have_other_modules_around(prefix: str, tmp_path: Path, model: Any):
+    """Of the base model alone, of the text half of a larger one, or as training left them."""
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            head = "language_model." if "language" in prefix and name.startswith("lm_head") else ""
+            tensors[head + name.replace("model.", prefix)] = tensors.pop(name)
+
+    rewrite(tmp_path, rename)
+    theirs = model.state_dict()
+    assert f"{prefix}layers.0.mlp.up_proj.weight" in load_file(tmp_path / SINGLE)
+    for name, tensor in load_tiny(tmp_path).model.weights().items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+def test_one_tensor_by_two_names_is_named(tmp_path: Path, model: Any):
+    rewrite(tmp_path, lambda tensors: tensors.update({"norm.weight": torch.ones(64)}))
+    assert re.fullmatch(rf"{SINGLE}: tensor (model\.)?norm\.weight occurs twice", refused(tmp_path))
+
+
+def test_experts_that_a_model_holds_stacked_are_not_cut(tmp_path: Path, model: Any):
+    name = "mlp.experts.gate_up_proj"
+    rewrite(tmp_path, lambda tensors: (tensors.clear(), tensors.update({name: torch.rand(4, 6, 5)})))
+    table = {f"model.{name}": torch.zeros(4, 6, 5)}
+    load_weights(tmp_path, read_model_spec(tmp_path), "auto", table, lambda done, total: None)
+    assert torch.equal(table[f"model.{name}"], load_file(tmp_path / SINGLE)[name])
+
+
+@pytest.mark.parametrize("ours", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("theirs", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_weights_are_cast_once(theirs: torch.dtype, ours: torch.dtype, tmp_path: Path, model: Any):
+    generator = torch.Generator().manual_seed(0)
+    rewrite(
+        tmp_path,
+        lambda tensors: tensors.update(
+            {name: torch.randn(w.shape, generator=generator, dtype=theirs) for name, w in tensors.items()}
+        ),
+    )
+    runner = load_tiny(tmp_path, dtype=str(ours).removeprefix("torch."))
+    for name, stored in load_file(tmp_path / SINGLE).items():
+        held = runner.model.weights()[name]
+        assert held.dtype == (torch.float32 if "norm" in name else ours)
+        assert torch.equal(held, stored.to(held.dtype)), name
+
+
 def test_old_checkpoints_computed_tensors_are_ignored(tmp_path: Path, model: Any):
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     rewrite(tmp_path, lambda tensors: tensors.update({name: torch.ones(8)}))
     load_tiny(tmp_path)
 
 
-def test_progress_counts_the_bytes_of_the_files(tmp_path: Path):
-    save_tiny(tmp_path, "LlamaForCausalLM", max_shard_size="60KB")
-    spec = read_model_spec(tmp_path)
-    runner = ModelRunner(build(EngineConfig, num_kv_blocks=64), spec, ())
-    reports: list[tuple[int, int]] = []
+def renamed(directory: Path, old: str, new: str) -> None:
+    """The checkpoint with a part of each name replaced."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            tensors[name.replace(old, new)] = tensors.pop(name)
+
+    rewrite(directory, change)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "old", "new"),
+    [
+        ("LlamaForCausalLM", {}, "model.", ""),
+        ("GPT2LMHeadModel", GPT2, "transformer.", ""),
+        ("OPTForCausalLM", OPT, "model.decoder.", "decoder."),
+    ],
+)
+def test_a_checkpoint_of_the_model_without_its_head_has_shorter_names(
+    architecture: str, changes: dict[str, Any], old: str, new: str, tmp_path: Path
+):
+    model = save_tiny(tmp_path, architecture, **changes, tie_word_embeddings=True)
+    renamed(tmp_path, old, new)
+    ours = chunk_logits(load_tiny(tmp_path), TOKENS, ENDS)
+    torch.testing.assert_close(ours, reference_logits(model, TOKENS, ENDS), atol=2e-4, rtol=0)
+
+
+def test_masks_of_old_gpt2_checkpoints_are_ignored(tmp_path: Path):
+    save_tiny(tmp_path, "GPT2LMHeadModel", **GPT2)
+    renamed(tmp_path, "transformer.", "")
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 512, 512), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    rewrite(tmp_path, lambda tensors: tensors.update(masks))
+    load_tiny(tmp_path)
+
+
+def test_a_wrong_shape_of_a_turned_matrix_is_named(tmp_path: Path):
+    save_tiny(tmp_path, "GPT2LMHeadModel", **GPT2)
+    name = "transformer.h.1.mlp.c_fc.weight"
+    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name].T.contiguous()}))
+    assert refused(tmp_path) == f"{SINGLE}: tensor {name} has shape [96, 64], the config says [64, 96]"
+
+
+def test_threads_are_as_before_behind_a_load(tmp_path: Path, model: Any):
+    runner = ModelRunner(build(EngineConfig, num_kv_blocks=64), read_model_spec(tmp_path), ())
     threads = torch.get_num_threads()
-    load_weights(tmp_path, spec, runner.model.weights(), lambda done, total: reports.append((done, total)))
+    runner.load(tmp_path, lambda done, total: None)
     assert torch.get_num_threads() == threads
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
-    assert {total for _, total in reports} == {index["metadata"]["total_size"]}
-    assert reports[0][0] == 0
-    assert reports[-1][0] == reports[-1][1]
-    assert sorted(reports) == reports
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path, model: Any):
@@ -108,16 +192,27 @@ def test_a_wrong_shape_is_named(tmp_path: Path, model: Any):
     assert refused(tmp_path) == f"{SINGLE}: tensor model.norm.weight has shape [65], the config says [64]"
 
 
-def test_integers_are_not_taken_for_weights(tmp_path: Path, model: Any):
-    rewrite(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
-    assert refused(tmp_path).startswith(f"{SINGLE}: tensor model.norm.weight has type I8")
-
-
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
 def test_a_truncated_file_is_named(size: int, tmp_path: Path, model: Any):
     file = tmp_path / SINGLE
     file.write_bytes(file.read_bytes()[:size])
     assert refused(tmp_path).startswith(f"{SINGLE}: is cut short or no safetensors file")
+
+
+def test_of_several_shards_the_truncated_one_is_named(tmp_path: Path):
+    save_tiny(tmp_path, "LlamaForCausalLM", max_shard_size="60KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert refused(tmp_path).startswith(f"{shard.name}: is cut short or no safetensors file")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I64", "BOOL"])
+def test_a_type_that_is_no_weights_is_named(dtype: str, tmp_path: Path, model: Any):
+    size = 8 if dtype == "I64" else 1
+    header = {"model.norm.weight": {"dtype": dtype, "shape": [64], "data_offsets": [0, 64 * size]}}
+    (tmp_path / SINGLE).write_bytes(safetensors_bytes(json.dumps(header).encode(), bytes(64 * size)))
+    expected = f"{SINGLE}: tensor model.norm.weight has type {dtype}; supported are F64, F32, F16, BF16"
+    assert refused(tmp_path) == expected
 
 
 def test_a_missing_shard_is_named(tmp_path: Path):

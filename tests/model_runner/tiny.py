@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
 from protos.config import EngineConfig, build
 from protos.model_files import read_model_spec
@@ -38,15 +39,17 @@ def save_tiny(directory: Path, architecture: str, max_shard_size: str = "1GB", *
     model = getattr(transformers, architecture)(config_class(**SHAPE | changes)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                parameter.normal_(1.0 if "norm" in name else 0.0, 0.5)
+            if name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
+            elif "norm" in name or ".ln_" in name:
+                parameter.normal_(1.0, 0.5)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
 
 
 def load_tiny(path: Path, **options: Any) -> ModelRunner:
     config = build(EngineConfig, **{"max_num_seqs": 8, "num_kv_blocks": 64, **options})
-    runner = ModelRunner(config, read_model_spec(path), ())
+    runner = ModelRunner(config, full_spec(path, read_model_spec(path)), ())
     runner.load(path, lambda done, total: None)
     return runner
 
