@@ -167,6 +167,12 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 258,
     "bos_token_id": 257,
 }
+GENERIC_CONFIG = CONFIG | {
+    "architectures": ["MinistralForCausalLM"],
+    "model_type": "ministral",
+    "head_dim": HIDDEN // 2,
+}
+"""Of a model with the same tensors, that transformers' code computes."""
 TOKENIZER: dict[str, Any] = {
     "version": "1.0",
     "truncation": None,
@@ -204,11 +210,11 @@ def safetensors_bytes(header: bytes, data: bytes) -> bytes:
     return struct.pack("<Q", len(header)) + header + data
 
 
-def write_directory(path: Path) -> None:
+def write_directory(path: Path, config: dict[str, Any] = CONFIG) -> None:
     path.mkdir()
     header, data = safetensors_entries()
     (path / "model.safetensors").write_bytes(safetensors_bytes(json.dumps(header).encode(), data))
-    for name, content in {"config.json": CONFIG, "tokenizer.json": TOKENIZER, **OTHERS}.items():
+    for name, content in {"config.json": config, "tokenizer.json": TOKENIZER, **OTHERS}.items():
         (path / name).write_text(json.dumps(content))
 
 
@@ -252,6 +258,16 @@ def damaged_json(content: Any, rng: random.Random) -> bytes:
     return json.dumps(copy).encode()
 
 
+def damage_config(path: Path, seed: int, config: dict[str, Any]) -> None:
+    """One of the ways to damage this config."""
+    rng = random.Random(seed)
+    if seed % 2:
+        sizes = [key for key, value in config.items() if isinstance(value, int)]
+        (path / "config.json").write_text(json.dumps(config | {rng.choice(sizes): rng.choice(SIZES)}))
+    else:
+        (path / "config.json").write_bytes(damaged_json(config, rng))
+
+
 def damage_directory(path: Path, seed: int) -> None:
     """One of the ways to damage a directory; the same for the same seed."""
     rng = random.Random(seed)
@@ -267,11 +283,8 @@ def damage_directory(path: Path, seed: int) -> None:
             else:
                 struct.pack_into("<Q", content, 0, rng.choice(HUGE))
             weights.write_bytes(content)
-        case 3:
-            sizes = [key for key, value in CONFIG.items() if isinstance(value, int)]
-            (path / "config.json").write_text(json.dumps(CONFIG | {rng.choice(sizes): rng.choice(SIZES)}))
-        case 4:
-            (path / "config.json").write_bytes(damaged_json(CONFIG, rng))
+        case 3 | 4:
+            damage_config(path, seed, CONFIG)
         case 5 | 6:
             (path / "tokenizer.json").write_bytes(damaged_json(TOKENIZER, rng))
         case 7:

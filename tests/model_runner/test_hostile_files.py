@@ -7,7 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.model_runner.hostile import damage_directory, damaged_gguf, gguf_image, write_directory
+from tests.model_runner.hostile import (
+    GENERIC_CONFIG,
+    damage_config,
+    damage_directory,
+    damaged_gguf,
+    gguf_image,
+    write_directory,
+)
 
 ROOT = Path(__file__).parents[2]
 NUM_DAMAGED = 100
@@ -60,3 +67,13 @@ def test_damaged_directories_load_or_end_in_one_line(tmp_path: Path):
         write_directory(paths[-1])
         damage_directory(paths[-1], seed)
     assert check(paths) > NUM_DAMAGED // 3
+
+
+def test_damaged_configs_of_generic_models_load_or_end_in_one_line(tmp_path: Path):
+    paths = [tmp_path / "whole"]
+    write_directory(paths[0], GENERIC_CONFIG)
+    for seed in range(NUM_DAMAGED // 3):
+        paths.append(tmp_path / str(seed))
+        write_directory(paths[-1], GENERIC_CONFIG)
+        damage_config(paths[-1], seed, GENERIC_CONFIG)
+    assert check(paths) > NUM_DAMAGED // 6
