@@ -78,14 +78,14 @@ def _probed(basic: BasicSpec, config: PreTrainedConfig) -> GenericSpec:
     unneeded = [*(module._keys_to_ignore_on_load_unexpected or ()), *(f"^{re.escape(name)}$" for name in tied)]
     found = run_probe(module, num_layers, basic.vocab_size)
     ((num_kv_heads, head_dim),) = found.heads
-    sizes = {id(mask): window(mask, limit) for mask in found.masks}
+    sizes = {mask: window(mask, limit) for mask in set(found.masks)}
     return GenericSpec(
         **msgspec.structs.asdict(basic),
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=limit,
-        windows=tuple(sizes[id(mask)] for mask in found.masks),
+        windows=tuple(sizes[mask] for mask in found.masks),
         config=config,
         model_class=model_class,
         unneeded=tuple(unneeded),

@@ -37,8 +37,6 @@ _NEEDS = {
 """Arguments of attention that change what is computed, in words."""
 _HARMLESS = {"sliding_window", "position_ids", "use_cache", "cache_position", "is_causal", "output_attentions"}
 """Arguments of attention that say what its mask says too, or nothing that matters here."""
-
-
 _OWN_MASK = "it makes attention masks of its own"
 
 

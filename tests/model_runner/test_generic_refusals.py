@@ -116,6 +116,14 @@ def test_a_type_that_transformers_does_not_know(tmp_path: Path):
     assert refused(tmp_path, config).startswith("transformers cannot read it: ")
 
 
+def test_what_transformers_says_of_a_config_is_shown_in_one_line(tmp_path: Path):
+    config = SHAPE | {"architectures": ["ArceeForCausalLM"], "model_type": "arcee", "num_hidden_layers": "3"}
+    text = refused(tmp_path, config)
+    assert text.startswith("transformers cannot read it: Validation error for field 'num_hidden_layers': TypeError: ")
+    long = refused(tmp_path, config | {"model_type": "x" * 1000})
+    assert long.endswith("...")
+
+
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path):
     (tmp_path / "own.py").write_text("raise SystemExit('was run')")
     config = SHAPE | {
