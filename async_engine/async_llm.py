@@ -230,10 +230,11 @@ class AsyncLLM:
                 self._idle.set()
         self._abort_unfinished(state)
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends a request by its id, with what it has so far; False if it is not live."""
+    def cancel(self, request_id: str, caller: str = "") -> bool:
+        """Ends a request by its id, with what it has so far; False if it is not live, or not the caller's if one is
+        given."""
         state = self._live.get(request_id)
-        if state is None or state.is_ending:
+        if state is None or state.is_ending or (caller and caller != state.caller):
             return False
         state.cancelled = True
         self._abort_unfinished(state)

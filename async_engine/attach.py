@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_engine import from_proto, to_proto
 from async_engine.attach_sink import AttachSink
+from async_engine.auth import principal
 from async_engine.frames import Columns, Frames
 from async_engine.unexpected import hide_error
 from protos.errors import InvalidRequestError, TailraceError, UnavailableError
@@ -74,7 +75,7 @@ class AttachCall:
                 case "submit":
                     self._submit(command.submit, tasks)
                 case "cancel":
-                    self._llm.cancel(command.cancel)
+                    self._llm.cancel(command.cancel, principal.get())
                 case "credit":
                     sink = self._sinks.get(command.credit.request_id)
                     if sink is not None:
@@ -90,7 +91,7 @@ class AttachCall:
             from_proto.check_id(spec.request_id)
             num_sequences = from_proto.num_sequences(spec)
             sink = AttachSink(spec, self._num_slots, num_sequences, self._columns, self._mark)
-            caller = from_proto.caller(spec, self._context.peer())
+            caller = from_proto.caller(spec, self._context.peer(), principal.get())
             sink.state = self._llm.register(spec.request_id, sink, num_sequences, caller)
         except TailraceError as error:
             # Told under its id as far as that goes: one of megabytes would break the call.
@@ -103,8 +104,7 @@ class AttachCall:
     async def _start(self, spec: pb.GenerationSpec, sink: AttachSink) -> None:
         try:
             limit = self._llm.core.ready.max_model_len
-            peer, deadline = self._context.peer(), self._context.time_remaining()
-            request = from_proto.to_request(spec, peer, deadline, limit)
+            request = from_proto.to_request(spec, sink.state.caller, self._context.time_remaining(), limit)
             accepted = await self._llm.submit(sink.state, request)
         except TailraceError as error:
             sink.failed(error)

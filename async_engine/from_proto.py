@@ -21,9 +21,8 @@ MAX_TEMPLATE_KWARGS = 1 << 20
 """Characters of JSON: parsing holds up every stream."""
 
 
-def to_request(spec: pb.GenerationSpec, peer: str, deadline: float | None, max_model_len: int) -> GenerationRequest:
-    """The request a spec describes. `peer` is the connection it came by, `deadline` in seconds from now,
-    `max_model_len` in tokens.
+def to_request(spec: pb.GenerationSpec, caller: str, deadline: float | None, max_model_len: int) -> GenerationRequest:
+    """The request a spec describes. `deadline` is in seconds from now, `max_model_len` in tokens.
 
     Raises InvalidRequestError with the path of the field, UnsupportedFeatureError for what is not offered.
     """
@@ -44,19 +43,22 @@ def to_request(spec: pb.GenerationSpec, peer: str, deadline: float | None, max_m
         priority=scheduling.priority,
         cache_salt=scheduling.cache_salt,
         bypass_cache=scheduling.bypass_cache,
-        caller=caller(spec, peer),
+        caller=caller,
         deadline=deadline,
         queue_timeout=seconds(scheduling, "queue_timeout", "scheduling.queue_timeout"),
     )
 
 
-def caller(spec: pb.GenerationSpec, peer: str) -> str:
-    """Who takes turns with others. Raises InvalidRequestError for a session's id that is too long."""
+def caller(spec: pb.GenerationSpec, peer: str, principal: str) -> str:
+    """Who takes turns with others: the principal, if there is one, else the session, else the connection.
+
+    Raises InvalidRequestError for a session's id that is too long.
+    """
     session_id = spec.scheduling.session_id
     if len(session_id) > MAX_ID_LENGTH:
         raise InvalidRequestError("scheduling.session_id", f"must be at most {MAX_ID_LENGTH} characters")
     # The kinds apart: nobody is to pass for a connection that is not his.
-    return f"session {session_id}" if session_id else f"peer {peer}"
+    return principal or (f"session {session_id}" if session_id else f"peer {peer}")
 
 
 def check_id(request_id: str) -> None:

@@ -66,20 +66,22 @@ def _guard(behavior: Any, parse: Callable[[Any], Any]) -> Any:
         try:
             return await behavior(parse(request), context)
         except TailraceError as error:
-            status = to_status(error)
+            await abort(context, error)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
             if context.cancelled() or context.done():
                 raise  # the caller left: writing to it failed, and nobody hears what we say
-            status = to_status(hide_error(error))
-        await context.abort(
-            _code(status.code),
-            status.message,
-            trailing_metadata=((STATUS_DETAILS, status.SerializeToString()),),
-        )
+            await abort(context, hide_error(error))
 
     return guarded
+
+
+async def abort(context: Any, error: TailraceError) -> None:
+    """Ends the call with the error's status and details."""
+    status = to_status(error)
+    details = (STATUS_DETAILS, status.SerializeToString())
+    await context.abort(_code(status.code), status.message, trailing_metadata=(*context.trailing_metadata(), details))
 
 
 def _code(number: int) -> grpc.StatusCode:

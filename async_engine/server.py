@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import gc
 import logging
 import signal
-import socket
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typing import TYPE_CHECKING
 
 from async_engine.admin_servicer import AdminServicer
 from async_engine.async_llm import AsyncLLM
+from async_engine.endpoint import Endpoint, check_address, check_files, split_address
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.health import HealthServicer
-from async_engine.interceptors import ErrorInterceptor
 from async_engine.metrics import Metrics, MetricsServer
 from async_engine.model_servicer import ModelServicer
-from async_engine.reflection import add_reflection
 from async_engine.request_log import RequestLog
 from async_engine.servicer import GenerationServicer
-from protos.config import MIB
-from protos.errors import InvalidRequestError, StartupError
 from protos.tailrace.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -37,7 +27,7 @@ from protos.tailrace.v1 import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from protos.config import ServeConfig, ServerOptions
 
@@ -47,108 +37,9 @@ HEALTH_INTERVAL = 0.25
 """Seconds between two looks at the engine's heartbeat."""
 HANDLER_GRACE = 2.0
 """Seconds for handlers to say their last word once their requests are over."""
-MAX_PENDING_CALLS = 65_536
-NEVER = (1 << 31) - 1
-"""What grpc takes for no limit in milliseconds."""
-GRPC_ADDRESSES = ("listen", "admin_listen")
-"""Options that may also name a unix socket."""
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODEL = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
-HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-
-
-def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
-    """grpc ignores keys it does not know without a word; tests hold these against the library's own list."""
-    return [
-        ("grpc.max_receive_message_length", options.max_message_mib * MIB),
-        ("grpc.max_send_message_length", options.max_message_mib * MIB),
-        # Kernels answer for a process that is stopped, and nobody for one whose cable is out: we ask ourselves. A
-        # client that just does not read answers all the same.
-        ("grpc.keepalive_time_ms", int(options.keepalive_time * 1000) or NEVER),
-        ("grpc.keepalive_timeout_ms", int(options.keepalive_timeout * 1000)),
-        # The sign of life is a ping, whose own limit, a minute, would count otherwise.
-        ("grpc.http2.ping_timeout_ms", int(options.keepalive_timeout * 1000)),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Clients that ping every 10 s, also while nothing streams, are well-behaved: no GOAWAY for them.
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        # A window that grows lets a reader that does not read pile up messages here instead of merging them.
-        ("grpc.http2.bdp_probe", 0),
-        # Beyond 1,000 calls that wait for their handler grpc resets some at random; admission is ours to decide.
-        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
-        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
-        # Two servers on one port by mistake is an error, not load balancing.
-        ("grpc.so_reuseport", 0),
-    ]
-
-
-def split_address(option: str, address: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT; no host is all interfaces. Raises InvalidRequestError for what is neither."""
-    host, colon, port = address.rpartition(":")
-    is_number = port.removeprefix("-").isdecimal()
-    if not colon or not is_number or "/" in host or (":" in host and not host.startswith("[")):
-        raise InvalidRequestError(
-            option, f"must be HOST:PORT{' or unix:PATH' * (option in GRPC_ADDRESSES)}, not {address!r}"
-        )
-    if not 0 <= int(port) <= 65535:
-        raise InvalidRequestError(option, "port must be 0-65535")
-    return host.strip("[]") or "0.0.0.0", int(port)
-
-
-def check_address(option: str, address: str) -> None:
-    """Tries whether the option's address can be had. Raises StartupError with the reason, or InvalidRequestError."""
-    path = Path(address.removeprefix("unix:"))
-    try:
-        if option in GRPC_ADDRESSES and address.startswith("unix:"):
-            if not path.is_socket():  # one that is there is replaced
-                _bind(socket.AF_UNIX, str(path))
-                path.unlink()
-        else:
-            host, port = split_address(option, address)
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-            for family, _, _, _, target in found[:-1]:
-                with contextlib.suppress(OSError):
-                    return _bind(family, target)
-            _bind(found[-1][0], found[-1][4])
-    except UnicodeError:
-        raise InvalidRequestError(option, f"no host can have the name of {address!r}") from None
-    except OSError as error:
-        reason = "; is it in use?" if error.errno == errno.EADDRINUSE else f": {error.strerror or error};"
-        raise StartupError(f"cannot listen on {address}{reason} choose another --{option.replace('_', '-')}") from None
-
-
-def _bind(family: int, address: Any) -> None:
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
-
-
-class Endpoint:
-    """A gRPC server on the address that an option names; health and reflection are on each."""
-
-    def __init__(self, option: str, options: ServerOptions, health: HealthServicer, services: Iterable[str]) -> None:
-        self._option = option
-        self.address: str = getattr(options, option)
-        """What it listens on; once bound, with the port resolved."""
-        self.grpc = grpc.aio.server(interceptors=[ErrorInterceptor()], options=channel_options(options))
-        health_pb2_grpc.add_HealthServicer_to_server(health, self.grpc)
-        add_reflection(self.grpc, (*services, HEALTH))
-
-    def bind(self) -> None:
-        """Raises StartupError or InvalidRequestError if the address is no good."""
-        listen = self.address
-        is_path = listen.startswith("unix:")
-        if not is_path:
-            host, port = split_address(self._option, listen)
-            listen = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            port = self.grpc.add_insecure_port(listen)
-        except RuntimeError:
-            check_address(self._option, self.address)
-            flag = self._option.replace("_", "-")
-            raise StartupError(f"cannot listen on {listen}; choose another --{flag}") from None
-        self.address = listen if is_path else f"{listen.rpartition(':')[0]}:{port}"
 
 
 class Server:
@@ -257,6 +148,7 @@ async def serve(
     for option in ("metrics_listen", "admin_listen"):
         if address := getattr(config.server, option):
             check_address(option, address)
+    check_files(config.server)
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_engine import from_proto, to_proto
 from async_engine.attach import AttachCall
+from async_engine.auth import principal
 from async_engine.outputs import Delta, PromptLogprobs, Started, Summary
 from async_engine.results import Whole
 from async_engine.stream import RequestStream
@@ -60,7 +61,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         return pb.CancelResponse(
-            cancelled_request_ids=[i for i in dict.fromkeys(request.request_ids) if self._llm.cancel(i)]
+            cancelled_request_ids=[
+                i for i in dict.fromkeys(request.request_ids) if self._llm.cancel(i, principal.get())
+            ]
         )
 
     @contextlib.asynccontextmanager
@@ -68,9 +71,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, spec: pb.GenerationSpec, context: Any
     ) -> AsyncIterator[tuple[RequestStream, to_proto.Answer]]:
         """One request's events, and what turns them into messages; the request is aborted on exit."""
-        request = from_proto.to_request(
-            spec, context.peer(), context.time_remaining(), self._llm.core.ready.max_model_len
-        )
+        caller = from_proto.caller(spec, context.peer(), principal.get())
+        request = from_proto.to_request(spec, caller, context.time_remaining(), self._llm.core.ready.max_model_len)
         stream = RequestStream(
             len(request.resume_token_ids),
             from_proto.coalesce(spec),

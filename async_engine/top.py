@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from async_engine.connect import authorization, open_channel
 from protos.errors import UnavailableError
 from protos.tailrace.v1 import admin_pb2 as pb
 from protos.tailrace.v1 import admin_pb2_grpc
@@ -25,14 +26,16 @@ BAR_WIDTH = 30
 
 
 def main(options: TopOptions) -> int:
-    """Shows the engine until Ctrl-C, or once. Raises UnavailableError if nothing answers."""
-    with grpc.insecure_channel(options.address) as channel:
+    """Shows the engine until Ctrl-C, or once. Raises UnavailableError if nothing answers, and
+    InvalidRequestError for a file that is of no use."""
+    metadata = authorization(options)
+    with open_channel(grpc, options) as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         is_live = not options.once and sys.stdout.isatty()
         before: tuple[float, pb.GetStatusResponse] | None = None
         try:
             while True:
-                status, requests = _ask(stub, options.address)
+                status, requests = _ask(stub, metadata, options.address)
                 now = time.monotonic()
                 lines = screen(status, requests, *_since(before, now), shutil.get_terminal_size())
                 before = now, status
@@ -45,14 +48,20 @@ def main(options: TopOptions) -> int:
                 sys.stdout.write(_SHOW)
 
 
-def _ask(stub: admin_pb2_grpc.AdminServiceStub, address: str) -> tuple[pb.GetStatusResponse, pb.ListRequestsResponse]:
+def _ask(
+    stub: admin_pb2_grpc.AdminServiceStub, metadata: Any, address: str
+) -> tuple[pb.GetStatusResponse, pb.ListRequestsResponse]:
     try:
-        status = stub.GetStatus(pb.GetStatusRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True)
-        return status, stub.ListRequests(pb.ListRequestsRequest(page_size=200), timeout=CONNECT_SECONDS)
+        status = stub.GetStatus(pb.GetStatusRequest(), timeout=CONNECT_SECONDS, wait_for_ready=True, metadata=metadata)
+        return status, stub.ListRequests(
+            pb.ListRequestsRequest(page_size=200), timeout=CONNECT_SECONDS, metadata=metadata
+        )
     except grpc.RpcError as error:
         hint = f"nothing answers on {address}; start the server with --admin-listen, and name that address"
         if error.code() is grpc.StatusCode.UNIMPLEMENTED:
             hint = f"{address} is not the operators' address; see the server's --admin-listen"
+        if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+            hint = f"{address} wants a token of its --admin-auth-tokens; name a --token-file"
         raise UnavailableError(hint) from None
 
 

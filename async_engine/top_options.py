@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
+from async_engine.connect_options import ConnectOptions
 
-class TopOptions(msgspec.Struct, frozen=True, kw_only=True):
+
+class TopOptions(ConnectOptions, frozen=True, kw_only=True):
     """What to show, and how often."""
 
     address: Annotated[

@@ -132,6 +132,28 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: Annotated[
         str, Meta(description="name clients may ask for beside the model's own, and the one we tell; default: none")
     ] = ""
+    tls_cert: Annotated[
+        str,
+        Meta(
+            description="FILE with the server's certificate chain in PEM, read again when it changes; default: no TLS"
+        ),
+    ] = ""
+    tls_key: Annotated[str, Meta(description="FILE with the certificate's private key in PEM, read again likewise")] = (
+        ""
+    )
+    tls_client_ca: Annotated[
+        str, Meta(description="FILE with the authorities in PEM that every client must have a certificate of")
+    ] = ""
+    auth_tokens: Annotated[
+        str,
+        Meta(
+            description="FILE of lines `principal:token`, read again when it changes; calls then need a bearer token, "
+            "all but health; default: anybody may call"
+        ),
+    ] = ""
+    admin_auth_tokens: Annotated[
+        str, Meta(description="FILE of the same kind for the operators' service; default: who reaches its address")
+    ] = ""
     metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; default: none")] = ""
     max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 16
     keepalive_time: Annotated[
@@ -146,6 +168,17 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(ge=0.01, le=1e6, description="seconds it has for that; then its requests are aborted"),
     ] = 20.0
+    max_connection_age: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=1e6,
+            description="seconds after which a client is asked to connect anew, so that balancers spread it; 0: never",
+        ),
+    ] = 0.0
+    max_connection_age_grace: Annotated[
+        float, Meta(ge=0.001, le=1e6, description="seconds that calls of such a connection then have to end")
+    ] = 600.0
     drain_timeout: Annotated[
         float, Meta(ge=0, le=1e6, description="seconds that running streams get after SIGTERM")
     ] = 30.0

@@ -37,6 +37,13 @@ class UnsupportedFeatureError(InvalidRequestError):
     reason = "UNSUPPORTED_FEATURE"
 
 
+class UnauthenticatedError(TailraceError):
+    """The call does not prove who makes it."""
+
+    status = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
 class ModelNotFoundError(TailraceError):
     """The request names a model this server does not serve."""
 

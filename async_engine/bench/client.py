@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-MAX_MESSAGE_BYTES = 64 << 20
+    Metadata = tuple[tuple[str, str], ...]
 
 
 class Record:
@@ -95,10 +95,11 @@ class Milestone:
 
 
 class StreamSender:
-    """A GenerateStream call per request."""
+    """A GenerateStream call per request. `metadata` goes with each."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata = ()) -> None:
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._metadata = metadata
 
     async def __aenter__(self) -> Self:
         return self
@@ -109,7 +110,7 @@ class StreamSender:
     async def run(self, spec: pb.GenerationSpec, record: Record) -> None:
         """Until the request is over. Its failure is recorded, not raised; a cancelled task cancels it."""
         record.sent = time.monotonic()
-        call = self._stub.GenerateStream(pb.GenerateStreamRequest(spec=spec))
+        call = self._stub.GenerateStream(pb.GenerateStreamRequest(spec=spec), metadata=self._metadata)
         try:
             await call.initial_metadata()
             record.opened.set()
@@ -126,10 +127,11 @@ class StreamSender:
 
 
 class AttachSender:
-    """All requests on one Attach call, while the context is open."""
+    """All requests on one Attach call, while the context is open. `metadata` goes with it."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata = ()) -> None:
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._metadata = metadata
         self._live: dict[str, tuple[Record, asyncio.Event]] = {}
         self._by_slot: dict[int, Record] = {}
         self._over: tuple[str, str] | None = None
@@ -139,7 +141,7 @@ class AttachSender:
         self._reader: asyncio.Task[None]
 
     async def __aenter__(self) -> Self:
-        self._call = self._stub.Attach()
+        self._call = self._stub.Attach(metadata=self._metadata)
         self._reader = asyncio.create_task(self._read())
         return self
 
@@ -209,7 +211,3 @@ def _status_name(number: int) -> str:
 
 
 SENDERS: dict[str, type[StreamSender] | type[AttachSender]] = {"stream": StreamSender, "attach": AttachSender}
-
-
-def open_channel(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])

@@ -16,12 +16,16 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
+import grpc
+import grpc.aio
 import msgspec
 import numpy as np
 import uvloop
 
-from async_engine.bench.client import SENDERS, Milestone, Record, open_channel
+from async_engine.bench.client import SENDERS, Milestone, Record
 from async_engine.bench.stamps import latencies
+from async_engine.connect import open_channel
+from async_engine.connect_options import ConnectOptions
 from core_proc.parent_death import die_with_parent
 from protos.tailrace.v1 import generation_pb2 as pb
 
@@ -110,7 +114,7 @@ async def run(job: Job) -> Result:
     run_id = uuid.uuid4().hex  # of the last job a request may still be on its way out
     async with (
         asyncio.timeout(JOB_SECONDS),
-        open_channel(job.address) as channel,
+        open_channel(grpc.aio, ConnectOptions(address=job.address)) as channel,
         SENDERS[job.method](channel) as sender,
     ):
         streams = [

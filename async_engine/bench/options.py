@@ -7,11 +7,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from async_engine.connect_options import ConnectOptions
 
-class ServeBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
+
+class ServeBenchOptions(ConnectOptions, frozen=True, kw_only=True):
     """Load and report."""
 
-    address: Annotated[str, Meta(description="HOST:PORT of the server")] = "127.0.0.1:50051"
     num_requests: Annotated[int, Meta(ge=1, description="requests in all")] = 64
     concurrency: Annotated[
         int, Meta(ge=1, description="requests at once, each followed by the next; of no effect with --rate")

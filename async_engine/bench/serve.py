@@ -13,11 +13,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
+import grpc.aio
 import msgspec
 import uvloop
 from tqdm import tqdm
 
-from async_engine.bench.client import SENDERS, Record, open_channel
+from async_engine.bench.client import SENDERS, Record
 from async_engine.bench.report import (
     check_plot,
     format_comparison,
@@ -28,6 +30,7 @@ from async_engine.bench.report import (
     write_reports,
 )
 from async_engine.bench.workload import make_conversations
+from async_engine.connect import authorization, open_channel
 from protos.errors import InvalidRequestError, UnavailableError
 
 if TYPE_CHECKING:
@@ -69,9 +72,6 @@ def _check(options: ServeBenchOptions) -> None:
         raise InvalidRequestError(
             "shared_prefix_tokens", f"must be at most --prompt-tokens, which is {options.prompt_tokens}"
         )
-    scheme, is_url, _ = options.address.partition("://")
-    if is_url and scheme != "unix":
-        raise InvalidRequestError("address", f"must be HOST:PORT, without {scheme}://")
     if options.plot:
         check_plot(options.plot)
     if options.output and not Path(options.output).resolve().parent.is_dir():
@@ -81,16 +81,21 @@ def _check(options: ServeBenchOptions) -> None:
 
 
 async def measure(options: ServeBenchOptions) -> Report:
-    """The whole report; when cancelled, that of what is over by then. Raises UnavailableError if nothing serves."""
+    """The whole report; when cancelled, that of what is over by then. Raises UnavailableError if nothing serves,
+    InvalidRequestError for a file that is of no use."""
     records: list[Record] = []
     interrupted = False
-    async with open_channel(options.address) as channel:
+    metadata = authorization(options)
+    async with open_channel(grpc.aio, options) as channel:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await channel.channel_ready()
         except TimeoutError:
-            raise UnavailableError(f"nothing serves gRPC on {options.address}; start it, or name another") from None
-        async with SENDERS[options.method](channel) as sender:
+            raise UnavailableError(
+                f"nothing serves gRPC on {options.address}{' with these certificates' * bool(options.tls_ca)}; "
+                "start it, or name another"
+            ) from None
+        async with SENDERS[options.method](channel, metadata) as sender:
             start = time.monotonic()
             try:
                 await _run_load(options, sender, records)

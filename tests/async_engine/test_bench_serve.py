@@ -11,16 +11,19 @@ import msgspec
 import pytest
 
 from async_engine import cli
-from async_engine.bench.client import AttachSender, Milestone, Record, StreamSender, open_channel
+from async_engine.bench.client import AttachSender, Milestone, Record, StreamSender
 from async_engine.bench.options import ServeBenchOptions
 from async_engine.bench.report import format_comparison, format_report, inter_token_gaps, make_report
 from async_engine.bench.serve import measure
 from async_engine.bench.table import format_table
 from async_engine.bench.workload import make_conversations
+from async_engine.connect import open_channel
+from async_engine.connect_options import ConnectOptions
 from async_engine.flags import parse
 from protos.errors import InvalidRequestError
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
+from tests.certificates import Authority
 from tests.e2e.serving import ROOT, ServerProcess, run, serving, until
 
 LATENCIES = {"ttft_ms", "inter_token_ms", "e2e_ms"}
@@ -201,7 +204,10 @@ def test_all_requests_end_with_their_attach_call(tmp_path, code, status):
         server.add_insecure_port(f"unix:{tmp_path}/socket")
         await server.start()
         records = [Record() for _ in range(4)]
-        async with open_channel(f"unix:{tmp_path}/socket") as channel, AttachSender(channel) as sender:
+        async with (
+            open_channel(grpc.aio, ConnectOptions(address=f"unix:{tmp_path}/socket")) as channel,
+            AttachSender(channel) as sender,
+        ):
             for chunk in (records[:3], records[3:]):  # at once, and when the call is over
                 runs = [sender.run(pb.GenerationSpec(request_id=str(id(each))), each) for each in chunk]
                 await asyncio.gather(*runs)
@@ -228,7 +234,10 @@ def test_a_milestone_is_passed_when_the_last_record_is_there():
 def test_a_record_is_open_when_the_server_has_the_request(tmp_path):
     async def main():
         address = f"unix:{tmp_path}/socket"
-        async with serving(server={"listen": address}) as (llm, _, _), open_channel(address) as channel:
+        async with (
+            serving(server={"listen": address}) as (llm, _, _),
+            open_channel(grpc.aio, ConnectOptions(address=address)) as channel,
+        ):
             await llm.core.call("freeze")
             record = Record()
             spec = pb.GenerationSpec(text="hi")
@@ -367,3 +376,42 @@ def test_nobody_there_is_one_line(monkeypatch, tmp_path, capsys):
 def test_tables_align():
     table = format_table(["name", "a", "long head"], [["x", 1.0, 12345.678], ["longer", 23.456, "-"]])
     assert table.splitlines() == ["name       a  long head", "x       1.00     12,346", "longer  23.5          -"]
+
+
+@pytest.mark.parametrize("method", ["stream", "attach"])
+def test_a_server_with_mutual_tls_and_tokens_is_measured_too(tmp_path, method):
+    authority = Authority(tmp_path)
+    (cert, key), (own_cert, own_key) = authority.issue("server"), authority.issue("bench")
+    (tmp_path / "tokens").write_text(f"bench:{'t' * 32}\n")
+    (tmp_path / "token").write_text("t" * 32 + "\n")
+    server = {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca, "auth_tokens": tmp_path / "tokens"}
+    ours = {"tls_ca": authority.ca, "tls_cert": own_cert, "tls_key": own_key, "token_file": tmp_path / "token"}
+    ours = {name: str(path) for name, path in ours.items()}
+    load = {"method": method, "num_requests": 3, "output_tokens": 2}
+
+    async def main():
+        credentials = grpc.ssl_channel_credentials(
+            authority.ca.read_bytes(), own_key.read_bytes(), own_cert.read_bytes()
+        )
+        options = {name: str(path) for name, path in server.items()}
+        async with serving(server=options, credentials=credentials) as (_, _, channel):
+            whole = await measure(ServeBenchOptions(address=channel.address, **load, **ours))
+            no_token = await measure(ServeBenchOptions(address=channel.address, **load, **ours | {"token_file": ""}))
+            return whole["completed"], no_token["completed"], sum(no_token["errors"].values())
+
+    assert run(main) == (3, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tls_cert": "x"}, "tls_cert: needs --tls-ca"),
+        ({"tls_ca": "nowhere"}, "tls_ca: nowhere: No such file"),
+        ({"tls_ca": __file__, "tls_cert": __file__}, "tls_key: is required"),
+        ({"token_file": "nowhere"}, "token_file: nowhere: No such file"),
+        ({"token_file": __file__}, "not one token"),
+    ],
+)
+def test_files_of_no_use_are_named(options, words):
+    with pytest.raises(InvalidRequestError, match=words):
+        run(lambda: measure(ServeBenchOptions(**options)))

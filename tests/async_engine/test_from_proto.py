@@ -22,7 +22,7 @@ MAX_MODEL_LEN = 100
 
 
 def to_request(message, deadline=None):
-    return from_proto.to_request(message, "ipv4:10.0.0.1:1234", deadline, MAX_MODEL_LEN)
+    return from_proto.to_request(message, "somebody", deadline, MAX_MODEL_LEN)
 
 
 def from_delta(delta, answer):
@@ -383,7 +383,9 @@ def test_any_bytes_that_parse_convert_or_fail_as_invalid(data):
 
 def test_requests_are_of_their_session_or_else_of_their_connection():
     sessions = [pb.SchedulingOptions(session_id=name) for name in ("", "a", "ipv4:10.0.0.1:1234")]
-    callers = [to_request(spec(scheduling=scheduling)).caller for scheduling in sessions]
+    peer = "ipv4:10.0.0.1:1234"
+    callers = [from_proto.caller(spec(scheduling=scheduling), peer, "") for scheduling in sessions]
     assert callers == ["peer ipv4:10.0.0.1:1234", "session a", "session ipv4:10.0.0.1:1234"]
+    assert from_proto.caller(spec(scheduling=sessions[1]), peer, "principal ann") == "principal ann"
     with pytest.raises(InvalidRequestError, match=r"scheduling\.session_id"):
-        to_request(spec(scheduling=pb.SchedulingOptions(session_id="x" * 257)))
+        from_proto.caller(spec(scheduling=pb.SchedulingOptions(session_id="x" * 257)), peer, "principal ann")

@@ -12,6 +12,7 @@ from async_engine.server import Server
 from async_engine.top import screen
 from protos.config import EngineConfig, ServerOptions, build
 from protos.tailrace.v1 import admin_pb2 as pb
+from tests.certificates import Authority
 
 LATENCY = pb.LatencyPercentiles(p50=Duration(nanos=12_300_000), p90=Duration(nanos=50_000_000), p99=Duration(seconds=2))
 
@@ -83,16 +84,19 @@ def test_ages_are_short():
 class Served:
     """A server with an operators' address, on a loop of its own."""
 
+    def __init__(self, **options):
+        self.options = ServerOptions(listen="127.0.0.1:0", admin_listen="127.0.0.1:0", **options)
+
     def __enter__(self):
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         asyncio.run_coroutine_threadsafe(self.start(), self.loop).result(30)
         return self.server
 
     async def start(self):
         self.llm = await AsyncLLM.start(build(EngineConfig, model="null"))
-        self.server = Server(self.llm, ServerOptions(listen="127.0.0.1:0", admin_listen="127.0.0.1:0"))
+        self.server = Server(self.llm, self.options)
         await self.server.start()
 
     async def stop(self):
@@ -115,6 +119,24 @@ def test_a_running_engine_is_shown_once(capsys):
     assert "null  serving" in shown
     assert "\x1b" not in shown
     assert "is not the operators' address" in refused
+
+
+def test_operators_have_tokens_of_their_own(capsys, tmp_path):
+    authority = Authority(tmp_path)
+    cert, key = map(str, authority.issue("server"))
+    for name in ("callers", "operators"):
+        (tmp_path / name).write_text(f"somebody:{name * 3}\n")
+        (tmp_path / f"{name}.token").write_text(name * 3)
+    files = {"auth_tokens": str(tmp_path / "callers"), "admin_auth_tokens": str(tmp_path / "operators")}
+    with Served(tls_cert=cert, tls_key=key, **files) as server:
+        command = ["top", "--once", "--address", server.admin_address, "--tls-ca", str(authority.ca)]
+        codes = [
+            cli.main([*command, "--token-file", str(tmp_path / f"{name}.token")]) for name in ("callers", "operators")
+        ]
+        told = capsys.readouterr()
+    assert codes == [2, 0]
+    assert "wants a token of its --admin-auth-tokens" in told.err
+    assert "null  serving" in told.out
 
 
 def test_nothing_there_is_one_line(capsys, monkeypatch):

@@ -26,7 +26,13 @@ READY = re.compile(r"tailrace ready on ([^ ]+): ")
 
 
 @contextlib.asynccontextmanager
-async def serving(*, server: dict[str, Any] | None = None, admission: dict[str, Any] | None = None, **engine: Any):
+async def serving(
+    *,
+    server: dict[str, Any] | None = None,
+    admission: dict[str, Any] | None = None,
+    credentials: grpc.ChannelCredentials | None = None,
+    **engine: Any,
+):
     """(AsyncLLM, stub, channel) of a server in this process, with scripted tokens unless a model is named."""
     config = build(EngineConfig, **({"model": "null"} | engine))
     options = ServerOptions(**({"listen": "127.0.0.1:0"} | (server or {})))
@@ -39,12 +45,18 @@ async def serving(*, server: dict[str, Any] | None = None, admission: dict[str, 
         grpc_server = Server(llm, options)
         await grpc_server.start()
         try:
-            async with grpc.aio.insecure_channel(grpc_server.address) as channel:
+            async with open_channel(grpc_server.address, credentials) as channel:
                 channel.address = grpc_server.address
                 channel.admin_address = grpc_server.admin_address
                 yield llm, generation_pb2_grpc.GenerationServiceStub(channel), channel
         finally:
             await grpc_server.stop(drain_seconds=0)
+
+
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> Any:
+    if credentials is None:
+        return grpc.aio.insecure_channel(address)
+    return grpc.aio.secure_channel(address, credentials)
 
 
 def run(main) -> Any:

@@ -15,10 +15,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from async_engine.connect import CHANNEL_OPTIONS
+from async_engine.endpoint import channel_options
 from async_engine.request_log import Fields, JsonFormatter
-from async_engine.server import channel_options
 from protos.config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
+from tailrace_client.channel import merge_options
 from tests.e2e.serving import run, serving, stream_request, until
 
 Status = health_pb2.HealthCheckResponse
@@ -115,8 +117,9 @@ def test_channel_options_are_spelt_as_the_library_spells_them():
     from grpc._cython import cygrpc
 
     library = Path(cygrpc.__file__).read_bytes()
-    for key, _ in channel_options(ServerOptions()):
-        assert key.encode() in library, key
+    for key, _ in [*channel_options(ServerOptions()), *merge_options({}), *CHANNEL_OPTIONS]:
+        # With its end: it is not the beginning of another one.
+        assert key.encode() + b"\0" in library, key
 
 
 def test_a_message_over_the_limit_is_resource_exhausted_and_the_next_request_works():

@@ -7,6 +7,7 @@ async with AsyncClient("127.0.0.1:50051") as client:
 """
 
 from tailrace_client.async_client import AsyncClient, AsyncStream
+from tailrace_client.channel import Tls
 from tailrace_client.client import Client, Stream
 from tailrace_client.errors import (
     AuthenticationError,
@@ -60,6 +61,7 @@ __all__ = [
     "Stream",
     "Summary",
     "TailraceError",
+    "Tls",
     "TokenLogprobs",
     "ToolCallDelta",
     "UnavailableError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import grpc.aio
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 from tailrace_client.attempt import again
-from tailrace_client.channel import merge_cancelled, merge_options
+from tailrace_client.channel import authorization, merge_cancelled, open_channel
 from tailrace_client.errors import TailraceError, closed_error, make_error
 from tailrace_client.events import to_completion
 from tailrace_client.resume import DEFAULT_POLICY, Route
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Self, TypeVar, Unpack
 
     from tailrace_client.attempt import Attempt
+    from tailrace_client.channel import Tls
     from tailrace_client.events import Completion, Delta, Progress
     from tailrace_client.resume import ResumePolicy
     from tailrace_client.spec import Options, Prompt
@@ -36,7 +38,8 @@ class AsyncClient:
     """Channels to one or several servers, each at "host:port" or "unix:path"; to be made and used in one event loop.
 
     Requests go to the servers in turn. One that a server loses goes on with the next as `resume` says; None leaves
-    it lost. `channel_options` are gRPC's, by name.
+    it lost. `token` is sent with each call as a bearer token, and asked for each time if it is a function; it travels
+    in the clear without `tls`. `channel_options` are gRPC's, by name.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class AsyncClient:
         address: str,
         *more_addresses: str,
         resume: ResumePolicy | None = DEFAULT_POLICY,
+        tls: Tls | None = None,
+        token: str | Callable[[], str] | None = None,
         channel_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.addresses = (address, *more_addresses)
         self.resume = resume
-        options = merge_options(channel_options)
-        self._channels = [grpc.aio.insecure_channel(address, options=options) for address in self.addresses]
+        self._metadata = functools.partial(authorization, token)
+        self._channels = [open_channel(grpc.aio, address, tls, channel_options) for address in self.addresses]
         self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
         self._turn = itertools.cycle(range(len(self._stubs)))
         self._is_closed = False
@@ -79,7 +84,7 @@ class AsyncClient:
         `prompt` is text, token ids, or messages for the model's chat template. `timeout` is in seconds
         from the begin of the block; when it has passed, the request fails with DeadlineError.
         """
-        return AsyncStream(self._stub, make_spec(prompt, options), on_progress, self._route(), timeout)
+        return AsyncStream(self._stub, self._metadata, make_spec(prompt, options), on_progress, self._route(), timeout)
 
     # These timeouts are not only ours: the server hears of them and does not start what cannot end in time.
 
@@ -98,7 +103,8 @@ class AsyncClient:
             await asyncio.sleep(route.wait())
             request = pb.GenerateRequest(spec=again(spec, None, time.monotonic() - began))
             try:
-                call = self._stub(route.server).Generate(request, timeout=route.time_left())
+                method = self._stub(route.server).Generate
+                call = method(request, timeout=route.time_left(), metadata=self._metadata())
                 return to_completion(await _call(call, spec.request_id), spec.request_id)
             except TailraceError as error:
                 route.failed(error)
@@ -109,7 +115,9 @@ class AsyncClient:
 
         async def ask(server: int) -> list[str] | TailraceError:
             try:
-                response: pb.CancelResponse = await _call(self._stub(server).Cancel(request, timeout=timeout))
+                response: pb.CancelResponse = await _call(
+                    self._stub(server).Cancel(request, timeout=timeout, metadata=self._metadata())
+                )
             except TailraceError as error:
                 return error
             return list(response.cancelled_request_ids)
@@ -131,6 +139,7 @@ class AsyncStream(StreamState):
     def __init__(
         self,
         stub: Callable[[int], Any],
+        metadata: Callable[[], Any],
         spec: pb.GenerationSpec,
         on_progress: Callable[[Progress], None] | None,
         route: Route,
@@ -138,6 +147,7 @@ class AsyncStream(StreamState):
     ) -> None:
         super().__init__(spec, on_progress, route, timeout)
         self._stub = stub
+        self._metadata = metadata
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -185,7 +195,8 @@ class AsyncStream(StreamState):
         if self._has_ended:
             raise closed_error(self.request_id)
         request = pb.GenerateStreamRequest(spec=attempt.spec)
-        attempt.call = self._stub(route.server).GenerateStream(request, timeout=route.time_left())
+        method = self._stub(route.server).GenerateStream
+        attempt.call = method(request, timeout=route.time_left(), metadata=self._metadata())
 
 
 async def _call(awaitable: Awaitable[T], request_id: str = "") -> T:

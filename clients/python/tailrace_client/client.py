@@ -12,7 +12,7 @@ import grpc
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 from tailrace_client.attempt import again
-from tailrace_client.channel import merge_cancelled, merge_options
+from tailrace_client.channel import authorization, merge_cancelled, open_channel
 from tailrace_client.errors import TailraceError, closed_error, make_error
 from tailrace_client.events import to_completion
 from tailrace_client.resume import DEFAULT_POLICY, Route
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Self, TypeVar, Unpack
 
     from tailrace_client.attempt import Attempt
+    from tailrace_client.channel import Tls
     from tailrace_client.events import Completion, Delta, Progress
     from tailrace_client.resume import ResumePolicy
     from tailrace_client.spec import Options, Prompt
@@ -35,7 +36,8 @@ class Client:
     """Channels to one or several servers, each at "host:port" or "unix:path"; threads may share it.
 
     Requests go to the servers in turn. One that a server loses goes on with the next as `resume` says; None leaves
-    it lost. `channel_options` are gRPC's, by name.
+    it lost. `token` is sent with each call as a bearer token, and asked for each time if it is a function; it travels
+    in the clear without `tls`. `channel_options` are gRPC's, by name.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class Client:
         address: str,
         *more_addresses: str,
         resume: ResumePolicy | None = DEFAULT_POLICY,
+        tls: Tls | None = None,
+        token: str | Callable[[], str] | None = None,
         channel_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.addresses = (address, *more_addresses)
         self.resume = resume
-        options = merge_options(channel_options)
-        self._channels = [grpc.insecure_channel(address, options=options) for address in self.addresses]
+        self._metadata = functools.partial(authorization, token)
+        self._channels = [open_channel(grpc, address, tls, channel_options) for address in self.addresses]
         self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
         self._turn = itertools.cycle(range(len(self._stubs)))
         self._is_closed = False
@@ -78,7 +82,7 @@ class Client:
         `prompt` is text, token ids, or messages for the model's chat template. `timeout` is in seconds
         from the begin of the block; when it has passed, the request fails with DeadlineError.
         """
-        return Stream(self._stub, make_spec(prompt, options), on_progress, self._route(), timeout)
+        return Stream(self._stub, self._metadata, make_spec(prompt, options), on_progress, self._route(), timeout)
 
     def complete(self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[Options]) -> Completion:
         """The whole answer at once."""
@@ -90,7 +94,10 @@ class Client:
             request = pb.GenerateRequest(spec=again(spec, None, time.monotonic() - began))
             try:
                 method = self._stub(route.server).Generate
-                response = _call(functools.partial(method, request, timeout=route.time_left()), spec.request_id)
+                response = _call(
+                    functools.partial(method, request, timeout=route.time_left(), metadata=self._metadata()),
+                    spec.request_id,
+                )
                 return to_completion(response, spec.request_id)
             except TailraceError as error:
                 route.failed(error)
@@ -98,7 +105,10 @@ class Client:
     def cancel(self, *request_ids: str, timeout: float | None = None) -> list[str]:
         """Ends requests, whoever made them, with what they have so far; returns those that were live."""
         request = pb.CancelRequest(request_ids=request_ids)
-        calls = [self._stub(server).Cancel.future(request, timeout=timeout) for server in range(len(self._stubs))]
+        calls = [
+            self._stub(server).Cancel.future(request, timeout=timeout, metadata=self._metadata())
+            for server in range(len(self._stubs))
+        ]
         answers: list[list[str] | TailraceError] = []
         for call in calls:
             try:
@@ -122,6 +132,7 @@ class Stream(StreamState):
     def __init__(
         self,
         stub: Callable[[int], Any],
+        metadata: Callable[[], Any],
         spec: pb.GenerationSpec,
         on_progress: Callable[[Progress], None] | None,
         route: Route,
@@ -129,6 +140,7 @@ class Stream(StreamState):
     ) -> None:
         super().__init__(spec, on_progress, route, timeout)
         self._stub = stub
+        self._metadata = metadata
 
     def __enter__(self) -> Self:
         self._begin()
@@ -176,7 +188,8 @@ class Stream(StreamState):
         if self._has_ended:
             raise closed_error(self.request_id)
         request = pb.GenerateStreamRequest(spec=attempt.spec)
-        attempt.call = self._stub(route.server).GenerateStream(request, timeout=route.time_left())
+        method = self._stub(route.server).GenerateStream
+        attempt.call = method(request, timeout=route.time_left(), metadata=self._metadata())
 
 
 def _call(function: Callable[[], T], request_id: str = "") -> T:
