@@ -50,8 +50,8 @@ class AsyncLLM:
     """Submits requests to a core process and routes what comes back.
 
     A core that dies is replaced, up to `max_core_restarts` times in a row, and every live request goes on where it
-    was. Observers: `on_end(state, finished)` is told every request that is over, `on_stats(stats)` how the core
-    does. `keep_text` keeps prompts and outputs for them.
+    was. Observers: `on_begin(state)` is told every request that comes, `on_end(state, finished)` every one that is
+    over, `on_stats(stats)` how the core does. `keep_text` keeps prompts and outputs for them.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class AsyncLLM:
         self.error: TailraceError | None = None
         """Why the engine cannot go on; None while it can."""
         self._start_core = start_core
+        self.on_begin: list[Callable[[RequestState], None]] = []
         self.on_end: list[Callable[[RequestState, Finished], None]] = []
         self.on_stats: list[Callable[[CoreStats], None]] = []
         self.keep_text = False
@@ -192,6 +193,8 @@ class AsyncLLM:
             state.output_text = []
         self._live[request_id] = state
         self._idle.clear()
+        for callback in self.on_begin:
+            callback(state)
         return state
 
     async def submit(self, state: RequestState, request: GenerationRequest) -> Accepted:

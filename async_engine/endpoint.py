@@ -55,6 +55,7 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
         # Beyond 1,000 calls that wait for their handler grpc resets some at random; admission is ours to decide.
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
+        ("grpc.enable_channelz", int(options.channelz)),
         # Two servers on one port by mistake is an error, not load balancing.
         ("grpc.so_reuseport", 0),
     ]
@@ -97,6 +98,8 @@ def check_address(option: str, address: str) -> None:
 
 def check_files(options: ServerOptions) -> None:
     """Raises StartupError, or InvalidRequestError, if a file that stands before the services is of no use."""
+    if options.channelz and not options.admin_listen:
+        raise InvalidRequestError("channelz", "needs --admin-listen")
     server_credentials(options)
     for option in GRPC_ADDRESSES.values():
         if path := getattr(options, option):
@@ -112,8 +115,18 @@ def _bind(family: int, address: Any) -> None:
 class Endpoint:
     """A gRPC server on the address that an option names; health and reflection are on each."""
 
-    def __init__(self, option: str, options: ServerOptions, health: HealthServicer, services: Iterable[str]) -> None:
-        """Raises StartupError, or InvalidRequestError, if a file for TLS or with tokens is of no use."""
+    def __init__(
+        self,
+        option: str,
+        options: ServerOptions,
+        health: HealthServicer,
+        services: Iterable[str],
+        observers: Iterable[grpc.aio.ServerInterceptor] = (),
+    ) -> None:
+        """`observers` see the calls that are let in, and their errors before those become statuses.
+
+        Raises StartupError, or InvalidRequestError, if a file for TLS or with tokens is of no use.
+        """
         self._option = option
         self.address: str = getattr(options, option)
         """What it listens on; once bound, with the port resolved."""
@@ -121,7 +134,7 @@ class Endpoint:
         tokens = getattr(options, GRPC_ADDRESSES[option])
         interceptors: list[grpc.aio.ServerInterceptor] = [AuthInterceptor(Tokens(Path(tokens)))] if tokens else []
         # The first is the outermost.
-        interceptors.append(ErrorInterceptor())
+        interceptors += [ErrorInterceptor(), *observers]
         self.grpc = grpc.aio.server(interceptors=interceptors, options=channel_options(options))
         health_pb2_grpc.add_HealthServicer_to_server(health, self.grpc)
         add_reflection(self.grpc, (*services, HEALTH))

@@ -23,7 +23,7 @@ _PARSERS: dict[type[inspect.Type], tuple[type, str]] = {
     inspect.FloatType: (float, "X"),
     inspect.StrType: (str, "TEXT"),
 }
-_UNITS = re.compile(r"\b(HOST:PORT|FILE|MiB|milliseconds|seconds|name)\b")
+_UNITS = re.compile(r"\b(HOST:PORT|FILE|URL|MiB|milliseconds|seconds|name)\b")
 
 
 class Parser(argparse.ArgumentParser):

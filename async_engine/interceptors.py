@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
 OUR_METHODS = "/tailrace."
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 STATUS_DETAILS = "grpc-status-details-bin"
 
 
@@ -34,19 +35,28 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(OUR_METHODS):
             return handler
-        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
-            behavior = getattr(handler, kind)
-            if behavior is not None:
-                make = getattr(grpc, f"{kind}_rpc_method_handler")
-                # Requests are parsed inside the guard: grpc answers UNKNOWN, with our types, to what does not parse.
-                parse = _parse_each if kind.startswith("stream") else _parse
-                wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-                    _guard(behavior, functools.partial(parse, handler.request_deserializer or bytes)),
-                    request_deserializer=None,
-                    response_serializer=handler.response_serializer,
-                )
-                return wrapped
-        raise AssertionError("a handler without behavior")
+        # Requests are parsed inside the guard: grpc answers UNKNOWN, with our types, to what does not parse.
+        deserializer = handler.request_deserializer or bytes
+
+        def around(kind: str, behavior: Any) -> Any:
+            parse = _parse_each if kind.startswith("stream") else _parse
+            return _guard(behavior, functools.partial(parse, deserializer))
+
+        return with_behavior(handler, around, None)
+
+
+def with_behavior(
+    handler: grpc.RpcMethodHandler[Any, Any], around: Callable[[str, Any], Any], request_deserializer: Any
+) -> grpc.RpcMethodHandler[Any, Any]:
+    """The handler with what `around(kind, behavior)` makes of its behavior; `kind` is such as "unary_stream"."""
+    kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
+    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+        around(kind, getattr(handler, kind)),
+        request_deserializer=request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+    return wrapped
 
 
 def _parse(deserializer: Callable[[bytes], Any], data: bytes) -> Any:

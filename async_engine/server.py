@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 from typing import TYPE_CHECKING
+
+from grpc_channelz.v1 import channelz, channelz_pb2
 
 from async_engine.admin_servicer import AdminServicer
 from async_engine.async_llm import AsyncLLM
 from async_engine.endpoint import Endpoint, check_address, check_files, split_address
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.health import HealthServicer
+from async_engine.load_report import LoadReportInterceptor
 from async_engine.metrics import Metrics, MetricsServer
 from async_engine.model_servicer import ModelServicer
 from async_engine.request_log import RequestLog
@@ -29,6 +33,9 @@ from protos.tailrace.v1 import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import grpc.aio
+
+    from async_engine.tracing import TraceInterceptor
     from protos.config import ServeConfig, ServerOptions
 
 logger = logging.getLogger(__name__)
@@ -39,6 +46,9 @@ HANDLER_GRACE = 2.0
 """Seconds for handlers to say their last word once their requests are over."""
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 MODEL = model_pb2.DESCRIPTOR.services_by_name["ModelService"].full_name
+OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""OpenTelemetry's own way to name a collector."""
+CHANNELZ = channelz_pb2.DESCRIPTOR.services_by_name["Channelz"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
@@ -51,12 +61,21 @@ class Server:
         self._health = HealthServicer((GENERATION, MODEL, ADMIN))
         self._monitor: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
-        self._public = Endpoint("listen", options, self._health, (GENERATION, MODEL))
+        observers: list[grpc.aio.ServerInterceptor] = []
+        if options.load_reports:
+            observers.append(LoadReportInterceptor(llm))
+        self._tracing = _tracing(llm, options)
+        if self._tracing is not None:
+            observers.append(self._tracing)
+        self._public = Endpoint("listen", options, self._health, (GENERATION, MODEL), observers)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), self._public.grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(llm), self._public.grpc)
         self._admin: Endpoint | None = None
         if options.admin_listen:
-            self._admin = Endpoint("admin_listen", options, self._health, (ADMIN,))
+            services = (ADMIN, CHANNELZ) if options.channelz else (ADMIN,)
+            self._admin = Endpoint("admin_listen", options, self._health, services)
+            if options.channelz:
+                channelz.add_channelz_servicer(self._admin.grpc)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(llm, options, self.drain), self._admin.grpc)
 
     @property
@@ -107,6 +126,8 @@ class Server:
             await self._admin.grpc.stop(HANDLER_GRACE)
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     async def _watch_health(self) -> None:
         while True:
@@ -121,6 +142,19 @@ class Server:
         if state is EngineState.HUNG:
             logger.error("the core has been silent for %.1f s", self._llm.core.silent_seconds)
         self._health.set(serving)
+
+
+def _tracing(llm: AsyncLLM, options: ServerOptions) -> TraceInterceptor | None:
+    """None unless a collector is named. Raises StartupError if OpenTelemetry is not installed."""
+    if not wants_tracing(options):
+        return None
+    from async_engine.tracing import TraceInterceptor, otlp_provider
+
+    return TraceInterceptor(llm, otlp_provider(options.otlp_endpoint))
+
+
+def wants_tracing(options: ServerOptions) -> bool:
+    return bool(options.otlp_endpoint) or any(map(os.environ.get, OTLP_VARIABLES))
 
 
 def quiet_gc() -> None:
@@ -149,6 +183,8 @@ async def serve(
         if address := getattr(config.server, option):
             check_address(option, address)
     check_files(config.server)
+    if wants_tracing(config.server):
+        import async_engine.tracing  # noqa: F401  says so if it cannot be had
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):

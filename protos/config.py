@@ -154,6 +154,16 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     admin_auth_tokens: Annotated[
         str, Meta(description="FILE of the same kind for the operators' service; default: who reaches its address")
     ] = ""
+    load_reports: Annotated[
+        bool, Meta(description="tell balancers the load with each answer (ORCA, for weighted_round_robin)")
+    ] = False
+    otlp_endpoint: Annotated[
+        str,
+        Meta(description="URL of a collector of OpenTelemetry spans, by gRPC; default: as OTEL_ variables say"),
+    ] = ""
+    channelz: Annotated[bool, Meta(description="serve channelz, the state of all connections, at --admin-listen")] = (
+        False
+    )
     metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; default: none")] = ""
     max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 16
     keepalive_time: Annotated[

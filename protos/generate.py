@@ -18,7 +18,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from protos.reference import reference_page
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [f"tailrace/v1/{name}.proto" for name in ("generation", "model", "admin")]
+SOURCES = [f"tailrace/v1/{name}.proto" for name in ("generation", "model", "admin", "load_report")]
 ENDS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 REFERENCE = Path("protos/REFERENCE.md")
 _OWN_IMPORT = re.compile(r"^from tailrace\.", re.MULTILINE)

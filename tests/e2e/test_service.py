@@ -12,16 +12,19 @@ from pathlib import Path
 
 import grpc
 import pytest
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from async_engine.connect import CHANNEL_OPTIONS
-from async_engine.endpoint import channel_options
+from async_engine.endpoint import channel_options, check_files
 from async_engine.request_log import Fields, JsonFormatter
 from protos.config import ServerOptions
+from protos.errors import InvalidRequestError
 from protos.tailrace.v1 import generation_pb2 as pb
 from tailrace_client.channel import merge_options
 from tests.e2e.serving import run, serving, stream_request, until
+from tests.http2 import Http2, framed
 
 Status = health_pb2.HealthCheckResponse
 SERVICE = "tailrace.v1.GenerationService"
@@ -249,3 +252,41 @@ def test_any_record_is_a_json_object_in_one_line():
     fields = json.loads(line)
     assert (fields["level"], fields["logger"], fields["message"]) == ("ERROR", "some.module", "it failed\n")
     assert fields["exception"].endswith("ValueError: two\nlines")
+
+
+def test_channelz_is_the_operators_and_opt_in(tmp_path):
+    async def main():
+        address = f"unix:{tmp_path}/admin"
+        async with serving(server={"admin_listen": address, "channelz": True}) as (_, _, channel):
+            async with grpc.aio.insecure_channel(address) as admin:
+                servers = await channelz_pb2_grpc.ChannelzStub(admin).GetServers(channelz_pb2.GetServersRequest())
+            call = channelz_pb2_grpc.ChannelzStub(channel).GetServers(channelz_pb2.GetServersRequest())
+            assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+            return servers
+
+    servers = run(main)
+    listening = [socket.name for server in servers.server for socket in server.listen_socket]
+    assert len(listening) >= 2
+    with pytest.raises(InvalidRequestError, match="channelz: needs --admin-listen"):
+        check_files(ServerOptions(channelz=True))
+
+
+@pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+def test_requests_may_be_compressed_and_answers_are_not(algorithm):
+    async def main():
+        async with serving() as (_, stub, channel):
+            spec = stream_request("x" * 10_000, 3).spec
+            whole = await stub.Generate(pb.GenerateRequest(spec=spec), compression=algorithm)
+
+            def raw():
+                with Http2(channel.address) as connection:
+                    stream = connection.call(f"/{SERVICE}/Generate", grpc_accept_encoding="gzip,deflate,identity")
+                    connection.send(stream, framed(pb.GenerateRequest(spec=spec).SerializeToString()))
+                    return connection.read(stream)
+
+            return whole.started.prompt_tokens, await asyncio.to_thread(raw)
+
+    prompt_tokens, answer = run(main)
+    assert prompt_tokens == 10_001
+    assert answer.data[0] == 0
+    assert answer.headers.get("grpc-encoding", "identity") == "identity"
