@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -35,22 +34,29 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith(OUR_METHODS):
             return handler
-        # Requests are parsed inside the guard: grpc answers UNKNOWN, with our types, to what does not parse.
+        # Requests are read and parsed inside the guard: grpc answers UNKNOWN, with our types, to what does not parse,
+        # and nothing at all where no whole message comes.
         deserializer = handler.request_deserializer or bytes
 
         def around(kind: str, behavior: Any) -> Any:
-            parse = _parse_each if kind.startswith("stream") else _parse
-            return _guard(behavior, functools.partial(parse, deserializer))
+            return _guard(behavior, deserializer, is_stream=kind.startswith("stream"))
 
-        return with_behavior(handler, around, None)
+        return with_behavior(handler, around, None, request_kind="stream")
 
 
 def with_behavior(
-    handler: grpc.RpcMethodHandler[Any, Any], around: Callable[[str, Any], Any], request_deserializer: Any
+    handler: grpc.RpcMethodHandler[Any, Any],
+    around: Callable[[str, Any], Any],
+    request_deserializer: Any,
+    request_kind: str = "",
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    """The handler with what `around(kind, behavior)` makes of its behavior; `kind` is such as "unary_stream"."""
+    """The handler with what `around(kind, behavior)` makes of its behavior; `kind` is such as "unary_stream".
+
+    `request_kind` is how requests reach it from now on, "stream" or "unary"; empty is as before.
+    """
     kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
-    make = getattr(grpc, f"{kind}_rpc_method_handler")
+    before, _, responses = kind.partition("_")
+    make = getattr(grpc, f"{request_kind or before}_{responses}_rpc_method_handler")
     wrapped: grpc.RpcMethodHandler[Any, Any] = make(
         around(kind, getattr(handler, kind)),
         request_deserializer=request_deserializer,
@@ -71,10 +77,15 @@ async def _parse_each(deserializer: Callable[[bytes], Any], stream: AsyncIterato
         yield _parse(deserializer, data)
 
 
-def _guard(behavior: Any, parse: Callable[[Any], Any]) -> Any:
-    async def guarded(request: Any, context: Any) -> Any:
+def _guard(behavior: Any, deserializer: Callable[[bytes], Any], *, is_stream: bool) -> Any:
+    async def guarded(stream: AsyncIterator[bytes], context: Any) -> Any:
         try:
-            return await behavior(parse(request), context)
+            if is_stream:
+                return await behavior(_parse_each(deserializer, stream), context)
+            data = await context.read()
+            if data is grpc.aio.EOF:
+                raise InvalidRequestError("request", "no whole message came")
+            return await behavior(_parse(deserializer, data), context)
         except TailraceError as error:
             await abort(context, error)
         except grpc.aio.AbortError:

@@ -7,6 +7,7 @@ import h2.connection
 import h2.errors
 import h2.events
 
+FRAME = 16_384
 HEADERS = {":method": "POST", ":scheme": "http", ":authority": "test", "te": "trailers"}
 
 
@@ -24,11 +25,11 @@ class Answer:
 
 
 class Http2:
-    """A connection; a context manager. What is read blocks, for ten seconds at most."""
+    """A connection; a context manager. What is read blocks, for `timeout` seconds at most."""
 
-    def __init__(self, address):
+    def __init__(self, address, timeout=10):
         host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=10)
+        self.socket = socket.create_connection((host, int(port)), timeout=timeout)
         config = h2.config.H2Configuration(validate_outbound_headers=False, header_encoding="latin-1")
         self.h2 = h2.connection.H2Connection(config)
         self.h2.initiate_connection()
@@ -45,8 +46,8 @@ class Http2:
     def flush(self):
         self.socket.sendall(self.h2.data_to_send())
 
-    def call(self, path, *, content_type="application/grpc", end=False, **headers):
-        """Sends the headers; the stream's number."""
+    def call(self, path, *, content_type="application/grpc", end=False, flush=True, **headers):
+        """Sends the headers, with the next `flush` at the latest; the stream's number."""
         stream = self.h2.get_next_available_stream_id()
         fields = {**HEADERS, ":path": path, "content-type": content_type} | {
             name.replace("_", "-"): value for name, value in headers.items()
@@ -54,11 +55,16 @@ class Http2:
         # Pseudo-headers come first.
         self.h2.send_headers(stream, sorted(fields.items(), key=lambda pair: pair[0][0] != ":"), end_stream=end)
         self.answers[stream] = Answer()
-        self.flush()
+        if flush:
+            self.flush()
         return stream
 
     def send(self, stream, data, end=True):
-        self.h2.send_data(stream, data, end_stream=end)
+        """At most the 64 KiB that a server takes unseen."""
+        frames = [data[i : i + FRAME] for i in range(0, len(data), FRAME)] or [b""]
+        for frame in frames[:-1]:
+            self.h2.send_data(stream, frame)
+        self.h2.send_data(stream, frames[-1], end_stream=end)
         self.flush()
 
     def reset(self, stream):
