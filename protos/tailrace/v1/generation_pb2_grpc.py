@@ -89,7 +89,8 @@ class GenerationServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Aborts requests by id, from any connection. Idempotent.
+        """Aborts requests by id, from any connection. Idempotent. Where callers have tokens,
+        only those of the same principal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
