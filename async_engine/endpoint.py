@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 MAX_PENDING_CALLS = 65_536
 NEVER = (1 << 31) - 1
 """What grpc takes for no limit in milliseconds."""
-GRPC_ADDRESSES = {"listen": "auth_tokens", "admin_listen": "admin_auth_tokens"}
-"""Options that name an address, maybe a unix socket, and those that name the tokens for it."""
+TOKENS = {"listen": "auth_tokens", "admin_listen": "admin_auth_tokens"}
+"""Options that name an address, and those that name the tokens for it."""
+GRPC_ADDRESSES = (*TOKENS, "health_listen")
+"""Options that may also name a unix socket."""
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
@@ -101,7 +103,7 @@ def check_files(options: ServerOptions) -> None:
     if options.channelz and not options.admin_listen:
         raise InvalidRequestError("channelz", "needs --admin-listen")
     server_credentials(options)
-    for option in GRPC_ADDRESSES.values():
+    for option in TOKENS.values():
         if path := getattr(options, option):
             Tokens(Path(path))
 
@@ -130,8 +132,10 @@ class Endpoint:
         self._option = option
         self.address: str = getattr(options, option)
         """What it listens on; once bound, with the port resolved."""
-        self._credentials = server_credentials(options)
-        tokens = getattr(options, GRPC_ADDRESSES[option])
+        # Probes have neither certificates nor tokens: nothing but health is to be had where they ask.
+        guarded = option in TOKENS
+        self._credentials = server_credentials(options) if guarded else None
+        tokens = getattr(options, TOKENS[option]) if guarded else ""
         interceptors: list[grpc.aio.ServerInterceptor] = [AuthInterceptor(Tokens(Path(tokens)))] if tokens else []
         # The first is the outermost.
         interceptors += [ErrorInterceptor(), *observers]

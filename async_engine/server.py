@@ -77,6 +77,7 @@ class Server:
             if options.channelz:
                 channelz.add_channelz_servicer(self._admin.grpc)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(llm, options, self.drain), self._admin.grpc)
+        self._probed = Endpoint("health_listen", options, self._health, ()) if options.health_listen else None
 
     @property
     def address(self) -> str:
@@ -88,6 +89,15 @@ class Server:
         """Of the operators' service; empty if it is not served."""
         return self._admin.address if self._admin else ""
 
+    @property
+    def health_address(self) -> str:
+        """Of health alone; empty if it has no address of its own."""
+        return self._probed.address if self._probed else ""
+
+    @property
+    def _endpoints(self) -> list[Endpoint]:
+        return [endpoint for endpoint in (self._public, self._admin, self._probed) if endpoint is not None]
+
     async def start(self) -> None:
         """Listens and turns health to SERVING. Raises StartupError or InvalidRequestError if an address is no good."""
         llm, options = self._llm, self._options
@@ -96,10 +106,9 @@ class Server:
         if options.metrics_listen:
             host, metrics_port = split_address("metrics_listen", options.metrics_listen)
             self._metrics_server = MetricsServer(f"{host}:{metrics_port}", Metrics(llm).registry)
-        endpoints = [self._public, self._admin] if self._admin else [self._public]
-        for endpoint in endpoints:
+        for endpoint in self._endpoints:
             endpoint.bind()
-        for endpoint in endpoints:
+        for endpoint in self._endpoints:
             await endpoint.grpc.start()
         self._set_health()
         self._monitor = asyncio.create_task(self._watch_health(), name="health")
@@ -121,9 +130,8 @@ class Server:
             await asyncio.wait([self._monitor])
         self._health.close()
         # The handlers of requests that are over have only their last writes left.
-        await self._public.grpc.stop(HANDLER_GRACE)
-        if self._admin is not None:
-            await self._admin.grpc.stop(HANDLER_GRACE)
+        for endpoint in self._endpoints:
+            await endpoint.grpc.stop(HANDLER_GRACE)
         if self._metrics_server is not None:
             await asyncio.to_thread(self._metrics_server.close)
         if self._tracing is not None:
@@ -179,7 +187,7 @@ async def serve(
     or InvalidRequestError for an address that is none, before the model loads where that can be known.
     """
     check_address("listen", config.server.listen)
-    for option in ("metrics_listen", "admin_listen"):
+    for option in ("metrics_listen", "admin_listen", "health_listen"):
         if address := getattr(config.server, option):
             check_address(option, address)
     check_files(config.server)

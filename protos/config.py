@@ -164,6 +164,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     channelz: Annotated[bool, Meta(description="serve channelz, the state of all connections, at --admin-listen")] = (
         False
     )
+    health_listen: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT or unix:PATH of health alone, without TLS and tokens, for probes that have neither; "
+            "default: with the other services only"
+        ),
+    ] = ""
     metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; default: none")] = ""
     max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 16
     keepalive_time: Annotated[

@@ -47,6 +47,7 @@ async def serving(
         try:
             async with open_channel(grpc_server.address, credentials) as channel:
                 channel.address = grpc_server.address
+                channel.health_address = grpc_server.health_address
                 channel.admin_address = grpc_server.admin_address
                 yield llm, generation_pb2_grpc.GenerationServiceStub(channel), channel
         finally:

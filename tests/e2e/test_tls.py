@@ -9,9 +9,12 @@ import sys
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.config import ServerOptions
 from protos.errors import InvalidRequestError, StartupError
+from protos.tailrace.v1 import generation_pb2 as pb
+from protos.tailrace.v1 import generation_pb2_grpc
 from tailrace_client import AsyncClient, Client, Tls, UnavailableError
 from tests.certificates import Authority, encrypted
 from tests.e2e.serving import ROOT, ServerProcess, run, serving
@@ -90,6 +93,26 @@ def test_mutual_tls_wants_a_certificate_of_its_authority_from_every_client(autho
             assert llm.num_live == 0
 
     run(main)
+
+
+def test_probes_that_speak_no_tls_have_an_address_of_their_own(authority, tmp_path):
+    (tmp_path / "tokens").write_text(f"ann:{'a' * 16}")
+    options = server_options(authority, auth_tokens=str(tmp_path / "tokens"), health_listen="127.0.0.1:0")
+
+    async def main():
+        credentials = Tls(ca=authority.ca).credentials()
+        async with (
+            serving(server=options, credentials=credentials) as (llm, _, channel),
+            grpc.aio.insecure_channel(channel.health_address) as probed,
+        ):
+            watch = aiter(health_pb2_grpc.HealthStub(probed).Watch(health_pb2.HealthCheckRequest()))
+            seen = [(await anext(watch)).status]
+            call = generation_pb2_grpc.GenerationServiceStub(probed).Generate(pb.GenerateRequest())
+            assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+            await llm.drain(0)
+            return [*seen, (await anext(watch)).status]
+
+    assert run(main) == [health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING]
 
 
 def test_new_certificates_are_taken_up_and_broken_ones_are_not(authority, caplog):

@@ -20,9 +20,16 @@ METADATA = (("traceparent", f"00-{TRACE}-{PARENT}-01"),)
 SERVICE = "tailrace.v1.GenerationService"
 
 
+class Exporter(InMemorySpanExporter):
+    is_closed = False
+
+    def shutdown(self):
+        self.is_closed = True
+
+
 @pytest.fixture
 def exporter(monkeypatch):
-    exporter = InMemorySpanExporter()
+    exporter = Exporter()
 
     def provider(endpoint):
         assert endpoint == "http://collector:4317"
@@ -69,6 +76,7 @@ def test_a_request_is_a_span_below_its_call_and_that_below_the_callers(exporter)
     assert request.start_time <= admitted.timestamp < first_token.timestamp < request.end_time
     assert request.end_time - first_token.timestamp >= 0.015 * 1e9
     assert call.start_time <= request.start_time
+    assert exporter.is_closed, "the server stopped, and with it the thread that sends"
 
 
 def test_refused_calls_have_a_span_with_the_status_and_many_requests_share_their_call(exporter):
