@@ -18,6 +18,11 @@ def serve(arguments):
     return cli.make_parser().parse_args(["serve", *arguments])
 
 
+def serve_parser():
+    (commands,) = [action for action in cli.make_parser()._actions if action.dest == "command"]
+    return commands.choices["serve"]
+
+
 def test_flags_are_known_and_ports_are_those_of_probes_and_service():
     options = serve(CONTAINER["args"])
     port = int(options.listen.rpartition(":")[2])
@@ -54,3 +59,10 @@ def test_the_image_starts_the_server():
     exposed = re.search(r"^EXPOSE (.*)$", text, re.MULTILINE)[1].split()
     assert exposed == [address.rpartition(":")[2] for address in (options.listen, options.metrics_listen)]
     assert "USER tailrace" in text
+
+
+def test_flags_that_the_page_names_are_known():
+    named = set(re.findall(r"`(--[a-z-]+)`", (DEPLOY / "README.md").read_text()))
+    known = {flag for action in serve_parser()._actions for flag in action.option_strings}
+    assert len(named) > 10
+    assert named <= known
