@@ -14,7 +14,8 @@ from protos.errors import InvalidRequestError, TailraceError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-OUR_METHODS = "/tailrace."
+LIBRARY_METHODS = "/grpc."
+"""Health, reflection and channelz keep their own handlers."""
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 STATUS_DETAILS = "grpc-status-details-bin"
 
@@ -32,7 +33,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(OUR_METHODS):
+        if handler is None or handler_call_details.method.startswith(LIBRARY_METHODS):
             return handler
         # Requests are read and parsed inside the guard: grpc answers UNKNOWN, with our types, to what does not parse,
         # and nothing at all where no whole message comes.

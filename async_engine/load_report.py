@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from async_engine.interceptors import OUR_METHODS, with_behavior
+from async_engine.interceptors import LIBRARY_METHODS, with_behavior
 from protos.tailrace.v1 import load_report_pb2 as pb
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class LoadReportInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(OUR_METHODS):
+        if handler is None or handler_call_details.method.startswith(LIBRARY_METHODS):
             return handler
         return with_behavior(handler, self._around, handler.request_deserializer)
 

@@ -13,6 +13,7 @@ from grpc_channelz.v1 import channelz, channelz_pb2
 
 from async_engine.admin_servicer import AdminServicer
 from async_engine.async_llm import AsyncLLM
+from async_engine.compat.services import ADAPTERS
 from async_engine.endpoint import Endpoint, check_address, check_files, split_address
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.health import HealthServicer
@@ -21,6 +22,7 @@ from async_engine.metrics import Metrics, MetricsServer
 from async_engine.model_servicer import ModelServicer
 from async_engine.request_log import RequestLog
 from async_engine.servicer import GenerationServicer
+from protos.config import service_names
 from protos.tailrace.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -58,7 +60,9 @@ class Server:
     def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
         self._llm = llm
         self._options = options
-        self._health = HealthServicer((GENERATION, MODEL, ADMIN))
+        adapters = [ADAPTERS[name] for name in service_names(options.services)]
+        public = (GENERATION, MODEL, *(name for adapter in adapters for name in adapter.names))
+        self._health = HealthServicer((*public, ADMIN))
         self._monitor: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
         observers: list[grpc.aio.ServerInterceptor] = []
@@ -67,9 +71,11 @@ class Server:
         self._tracing = _tracing(llm, options)
         if self._tracing is not None:
             observers.append(self._tracing)
-        self._public = Endpoint("listen", options, self._health, (GENERATION, MODEL), observers)
+        self._public = Endpoint("listen", options, self._health, public, observers)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), self._public.grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(llm), self._public.grpc)
+        for adapter in adapters:
+            adapter.add(llm, options, self._public.grpc)
         self._admin: Endpoint | None = None
         if options.admin_listen:
             services = (ADMIN, CHANNELZ) if options.channelz else (ADMIN,)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from async_engine.interceptors import OUR_METHODS, with_behavior
+from async_engine.interceptors import LIBRARY_METHODS, with_behavior
 from protos.errors import StartupError, TailraceError
 
 try:
@@ -72,7 +72,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(OUR_METHODS):
+        if handler is None or method.startswith(LIBRARY_METHODS):
             return handler
         metadata: Any = handler_call_details.invocation_metadata
         carrier = {key: value for key, value in metadata or () if key in _HEADERS}

@@ -21,6 +21,9 @@ MIB = 1 << 20
 USEFUL_CONTEXT = 2048
 """Tokens; what we suggest room for to those who ask for none."""
 
+SERVICES = ("vllm-engine", "vllm-inference", "kserve")
+"""Services of other engines that can be offered beside our own."""
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
@@ -171,6 +174,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "default: with the other services only"
         ),
     ] = ""
+    services: Annotated[
+        str,
+        Meta(
+            description="services of other engines to offer beside our own, by name, with commas between: vllm-engine "
+            "(for smg), vllm-inference (for vllm-router and dynamo), kserve (for tritonclient); default: none"
+        ),
+    ] = ""
     metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; default: none")] = ""
     max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 16
     keepalive_time: Annotated[
@@ -241,6 +251,15 @@ class AdmissionOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0
 
 
+def service_names(services: str) -> tuple[str, ...]:
+    """Those of SERVICES that the option names. Raises InvalidRequestError for one that there is not."""
+    names = tuple(dict.fromkeys(name.strip() for name in services.split(",") if name.strip()))
+    for name in names:
+        if name not in SERVICES:
+            raise InvalidRequestError("services", f"no service {name!r}; there are {', '.join(SERVICES)}")
+    return names
+
+
 class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`tailrace serve`: a server around an engine."""
 
@@ -280,6 +299,8 @@ def build(kind: type[ConfigT], **options: Any) -> ConfigT:
         config = msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise refusal(error, given) from None
+    if isinstance(config, ServeConfig):
+        service_names(config.server.services)
     block_size = config.cache.block_size
     if block_size % 8:
         raise InvalidRequestError("block_size", f"must be a multiple of 8, not {block_size}")

@@ -18,10 +18,13 @@ from google.protobuf.descriptor_pb2 import FileDescriptorSet
 from protos.reference import reference_page
 
 ROOT = Path(__file__).parents[1]
-SOURCES = [f"tailrace/v1/{name}.proto" for name in ("generation", "model", "admin", "load_report")]
+SOURCES = [
+    *(f"tailrace/v1/{name}.proto" for name in ("generation", "model", "admin", "load_report")),
+    *(f"compat/{name}.proto" for name in ("smg_common", "vllm_engine", "vllm_inference", "vllm_control", "kserve")),
+]
 ENDS = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
 REFERENCE = Path("protos/REFERENCE.md")
-_OWN_IMPORT = re.compile(r"^from tailrace\.", re.MULTILINE)
+_OWN_IMPORT = re.compile(r"^from (?=tailrace\.|compat )", re.MULTILINE)
 
 
 def generate(directory: Path) -> list[Path]:
@@ -40,8 +43,8 @@ def generate(directory: Path) -> list[Path]:
     for stub in stubs:
         # Names of .proto files are those of their package; ours lies one folder deeper.
         text = (directory / stub).read_text()
-        (directory / stub).write_text(_OWN_IMPORT.sub("from protos.tailrace.", text))
-    (directory / REFERENCE).write_text(reference_page(files))
+        (directory / stub).write_text(_OWN_IMPORT.sub("from protos.", text))
+    (directory / REFERENCE).write_text(reference_page([file for file in files if file.package.startswith("tailrace.")]))
     return [*stubs, REFERENCE]
 
 

@@ -13,9 +13,7 @@ def test_stubs_and_reference_are_fresh(tmp_path):
 
 
 def test_every_proto_is_generated_from():
-    assert sorted(SOURCES) == sorted(
-        str(path.relative_to(ROOT / "protos")) for path in ROOT.glob("protos/tailrace/v1/*.proto")
-    )
+    assert sorted(SOURCES) == sorted(str(path.relative_to(ROOT / "protos")) for path in ROOT.glob("protos/**/*.proto"))
 
 
 def test_the_table_of_architectures_is_fresh():

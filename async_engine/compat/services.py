@@ -1,0 +1,14 @@
+"""The compatible services by their names in `--services`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from async_engine.compat import vllm_engine
+
+if TYPE_CHECKING:
+    from async_engine.compat.adapter import Adapter
+
+ADAPTERS: dict[str, Adapter] = {
+    "vllm-engine": vllm_engine.ADAPTER,
+}

@@ -1,0 +1,1 @@
+"""Messages of other engines and gateways, which their clients speak with us."""
