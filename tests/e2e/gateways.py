@@ -86,7 +86,7 @@ class Gateway:
     """A gateway's process, up once a line of its output matches `ready`; an OpenAI HTTP API on `port`."""
 
     def __init__(self, command: list[str], port: int, ready: str, env: dict[str, str] | None = None) -> None:
-        self._port = port
+        self.port = port
         self._ready = re.compile(ready)
         self._is_up = threading.Event()
         self.lines: list[str] = []
@@ -114,15 +114,17 @@ class Gateway:
 
     def request(self, path: str, **body: Any) -> http.client.HTTPConnection:
         """A request that was sent; whoever closes the connection has left."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("POST", path, json.dumps({"model": MODEL, **body}), {"content-type": "application/json"})
         return connection
 
     def post(self, path: str, **body: Any) -> tuple[int, Any]:
-        """Status and parsed answer."""
+        """Status and answer, parsed if it is JSON."""
         with contextlib.closing(self.request(path, **body)) as connection:
             response = connection.getresponse()
-            return response.status, json.loads(response.read())
+            text = response.read().decode()
+            is_json = response.headers.get("content-type", "").startswith("application/json")
+            return response.status, json.loads(text) if is_json else text
 
     def stream(self, path: str, **body: Any) -> Iterator[Any]:
         """Parsed events; to close the iterator is to leave. Ends at [DONE], and only there."""
