@@ -14,7 +14,7 @@ from async_engine import from_proto, to_proto
 from async_engine.attach_sink import AttachSink
 from async_engine.auth import principal
 from async_engine.frames import Columns, Frames
-from async_engine.unexpected import hide_error
+from async_engine.unexpected import first_error, hide_error
 from protos.errors import InvalidRequestError, TailraceError, UnavailableError
 from protos.tailrace.v1 import generation_pb2 as pb
 
@@ -51,7 +51,7 @@ class AttachCall:
                 reader.cancel()
                 drain.cancel()
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise first_error(group) from None
         finally:
             for sink in self._sinks.values():
                 self._llm.release(sink.state)
@@ -141,11 +141,3 @@ class AttachCall:
         if self._sinks.get(sink.request_id) is sink:
             del self._sinks[sink.request_id]
             self._llm.release(sink.state)
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """One of the errors in a group: a call has one status."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -15,3 +15,11 @@ def hide_error(error: Exception) -> TailraceError:
     error_id = uuid.uuid4().hex
     logger.error("unexpected error %s", error_id, exc_info=error)
     return TailraceError(f"internal error {error_id}")
+
+
+def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """One of the errors in a group: a call has one status."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

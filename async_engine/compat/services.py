@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from async_engine.compat import vllm_engine, vllm_inference
+from async_engine.compat import kserve, vllm_engine, vllm_inference
 
 if TYPE_CHECKING:
     from async_engine.compat.adapter import Adapter
@@ -12,4 +12,5 @@ if TYPE_CHECKING:
 ADAPTERS: dict[str, Adapter] = {
     "vllm-engine": vllm_engine.ADAPTER,
     "vllm-inference": vllm_inference.ADAPTER,
+    "kserve": kserve.ADAPTER,
 }
