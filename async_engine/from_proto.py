@@ -12,6 +12,8 @@ from protos.messages import GrammarKind, GrammarSpec, Repetition
 from protos.params import MAX_SEQUENCES, SamplingParams
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from google.protobuf.duration_pb2 import Duration
 
     from protos.tailrace.v1 import generation_pb2 as pb
@@ -35,7 +37,7 @@ def to_request(spec: pb.GenerationSpec, caller: str, deadline: float | None, max
         prompt=_prompt(spec, max_model_len),
         params=_params(spec),
         model=spec.model,
-        resume_token_ids=_token_ids("resume_from", spec.resume_from, max_model_len),
+        resume_token_ids=token_ids("resume_from", spec.resume_from.ids, max_model_len),
         resume_text_bytes=spec.resume_text_bytes if spec.HasField("resume_text_bytes") else None,
         wants_text=wants_text(spec),
         tool_format=output.tool_format,
@@ -102,12 +104,13 @@ def progress_interval(spec: pb.GenerationSpec) -> float | None:
     return interval
 
 
-def _token_ids(field: str, message: pb.TokenIds, max_model_len: int, last: int | None = None) -> list[int]:
-    """Refused by their number alone where they cannot fit: copying millions of them holds up every stream."""
-    count = len(message.ids) if last is None else min(last, len(message.ids))
+def token_ids(field: str, ids: Sequence[int], max_model_len: int, last: int | None = None) -> list[int]:
+    """All of them, or the last. Refused by their number alone where they cannot fit: copying millions of them holds
+    up every stream."""
+    count = len(ids) if last is None else min(max(1, last), len(ids))
     if count >= max_model_len:
         raise InvalidRequestError(field, f"{count} tokens leave no room in the context of {max_model_len} tokens")
-    return list(message.ids[-count:]) if count else []
+    return list(ids[-count:]) if count else []
 
 
 def _prompt(spec: pb.GenerationSpec, max_model_len: int) -> str | list[int] | ChatPrompt:
@@ -115,8 +118,7 @@ def _prompt(spec: pb.GenerationSpec, max_model_len: int) -> str | list[int] | Ch
         case "text":
             return spec.text
         case "token_ids":
-            last = max(1, spec.truncate_prompt_tokens) if spec.HasField("truncate_prompt_tokens") else None
-            return _token_ids("token_ids", spec.token_ids, max_model_len, last)
+            return token_ids("token_ids", spec.token_ids.ids, max_model_len, _optional(spec, "truncate_prompt_tokens"))
         case "chat":
             return to_chat(spec.chat)
     raise InvalidRequestError("prompt", "one of text, token_ids and chat is required")

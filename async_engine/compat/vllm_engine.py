@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_engine.compat.adapter import LENGTH_REASONS, Adapter, caller, grammar, opened, refuse, unless_zero
 from async_engine.engine_state import EngineState, engine_state
+from async_engine.from_proto import token_ids
 from async_engine.model_servicer import PIECE_BYTES
 from async_engine.outputs import Delta, PromptLogprobs, Started, Summary
 from async_engine.request import GenerationRequest
@@ -55,7 +56,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     # Generation -------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        generation = to_request(request, caller(context), context.time_remaining())
+        limit = self._llm.core.ready.max_model_len
+        generation = to_request(request, caller(context), context.time_remaining(), limit)
         async with opened(self._llm, generation, request.request_id, whole=not request.stream) as (stream, accepted):
             answer = Answer(accepted.prompt_token_ids)
             whole = Whole()
@@ -193,19 +195,24 @@ def _add(llm: AsyncLLM, options: ServerOptions, server: grpc.aio.Server) -> None
 ADAPTER = Adapter((pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name,), _add)
 
 
-def to_request(request: pb.GenerateRequest, caller: str, deadline: float | None) -> GenerationRequest:
-    """Raises InvalidRequestError, UnsupportedFeatureError for what is not offered."""
+def to_request(
+    request: pb.GenerateRequest, caller: str, deadline: float | None, max_model_len: int
+) -> GenerationRequest:
+    """The request a message describes; `deadline` in seconds from now, `max_model_len` in tokens.
+
+    Raises InvalidRequestError, UnsupportedFeatureError for what is not offered."""
     refuse(request, "kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs")
     if request.data_parallel_rank > 0:
         raise UnsupportedFeatureError("data_parallel_rank", "there is one rank here")
+    params = _params(request.sampling_params)
     match request.WhichOneof("input"):
         case "tokenized":
-            prompt: str | list[int] = list(request.tokenized.input_ids)
+            ids, last = request.tokenized.input_ids, params.truncate_prompt_tokens
+            prompt: str | list[int] = token_ids("tokenized.input_ids", ids, max_model_len, last)
         case "text":
             prompt = request.text
         case _:
             raise InvalidRequestError("input", "one of tokenized and text is required")
-    params = _params(request.sampling_params)
     return GenerationRequest(prompt=prompt, params=params, wants_text=False, caller=caller, deadline=deadline)
 
 

@@ -11,6 +11,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from async_engine.compat.adapter import LENGTH_REASONS, Adapter, caller, grammar, opened, refuse, unless_zero
+from async_engine.from_proto import token_ids
 from async_engine.outputs import Delta, PromptLogprobs
 from async_engine.request import GenerationRequest
 from async_engine.results import Whole
@@ -78,7 +79,8 @@ class InferenceServicer(vllm_inference_pb2_grpc.InferenceServicer):
     def _generation(self, request: pb.GenerateRequest, context: Any) -> GenerationRequest:
         # We tell them the path for the model's id.
         model = "" if request.model == self._llm.model.path else request.model
-        return to_request(request, model, caller(context, request.session_id), context.time_remaining())
+        who, limit = caller(context, request.session_id), self._llm.core.ready.max_model_len
+        return to_request(request, model, who, context.time_remaining(), limit)
 
 
 class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
@@ -149,15 +151,20 @@ ADAPTER = Adapter(
 )
 
 
-def to_request(request: pb.GenerateRequest, model: str, caller: str, deadline: float | None) -> GenerationRequest:
-    """Raises InvalidRequestError, UnsupportedFeatureError for what is not offered."""
+def to_request(
+    request: pb.GenerateRequest, model: str, caller: str, deadline: float | None, max_model_len: int
+) -> GenerationRequest:
+    """The request a message describes; `deadline` in seconds from now, `max_model_len` in tokens.
+
+    Raises InvalidRequestError, UnsupportedFeatureError for what is not offered."""
     refuse(request, "media", "lora_name")
     refuse(request.kv, "kv_transfer_params", "ec_transfer_params")
     match request.WhichOneof("prompt"):
         case "text":
             prompt: str | list[int] = request.text
         case "token_ids":
-            prompt = list(request.token_ids.ids)
+            last = unless_zero(request.truncate_prompt_tokens)
+            prompt = token_ids("token_ids", request.token_ids.ids, max_model_len, last)
         case _:
             raise InvalidRequestError("prompt", "one of text and token_ids is required")
     response = request.response
@@ -234,15 +241,15 @@ def _grammar(decoding: pb.DecodingParameters) -> GrammarSpec | None:
 
 
 def prompt_info(options: pb.ResponseOptions, accepted: Accepted, told: PromptLogprobs | None) -> pb.PromptInfo:
-    token_ids = accepted.prompt_token_ids
-    info = pb.PromptInfo(num_prompt_tokens=len(token_ids))
+    prompt = accepted.prompt_token_ids
+    info = pb.PromptInfo(num_prompt_tokens=len(prompt))
     if options.prompt_token_ids:
-        info.token_ids.extend(token_ids)
+        info.token_ids.extend(prompt)
     if told is not None:
         info.logprobs.append(0.0)
         info.ranks.append(0)
         info.candidate_tokens.add()
-        _fill_logprobs(info, token_ids[1:], told.logprobs)
+        _fill_logprobs(info, prompt[1:], told.logprobs)
     return info
 
 

@@ -35,7 +35,7 @@ def request(request_id="", max_new_tokens=8, stopping=None, sampling=None, **fie
 
 
 def test_unset_means_greedy_and_no_limit_but_the_context():
-    found = to_request(pb.GenerateRequest(text="x"), "", "", None).params
+    found = to_request(pb.GenerateRequest(text="x"), "", "", None, 64).params
     assert (found.temperature, found.max_tokens, found.top_p, found.seed) == (0, None, None, None)
     assert found.repetition_penalty == 1
 
