@@ -151,14 +151,21 @@ def test_a_request_that_is_given_up_is_gone_from_the_engine(way):
     assert drawn < 1000
 
 
-def test_a_deadline_reaches_the_scheduler():
+def test_a_deadline_reaches_the_core_and_frees_the_request():
     async def test(llm, stub, _):
+        call = stub.GenerateStream(request(max_new_tokens=ENDLESS), timeout=0.5)
+        messages = aiter(call)
+        await anext(messages)
+        (state,) = llm.live_requests
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.Generate(request(max_new_tokens=ENDLESS), timeout=0.3)
+            async for _ in messages:
+                pass
         await until(lambda: not llm.num_live)
-        return caught.value.code()
+        return state.message.deadline, caught.value.code()
 
-    assert served(test, null_step_ms=1) is grpc.StatusCode.DEADLINE_EXCEEDED
+    deadline, code = served(test, null_step_ms=1)
+    assert 0 < deadline <= 0.5
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.mark.parametrize(
