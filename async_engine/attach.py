@@ -91,7 +91,7 @@ class AttachCall:
             from_proto.check_id(spec.request_id)
             num_sequences = from_proto.num_sequences(spec)
             sink = AttachSink(spec, self._num_slots, num_sequences, self._columns, self._mark)
-            caller = from_proto.caller(spec, self._context.peer(), principal.get())
+            caller = from_proto.caller(spec.scheduling.session_id, self._context.peer(), principal.get())
             sink.state = self._llm.register(spec.request_id, sink, num_sequences, caller)
         except TailraceError as error:
             # Told under its id as far as that goes: one of megabytes would break the call.

@@ -51,14 +51,13 @@ def to_request(spec: pb.GenerationSpec, caller: str, deadline: float | None, max
     )
 
 
-def caller(spec: pb.GenerationSpec, peer: str, principal: str) -> str:
+def caller(session_id: str, peer: str, principal: str, field: str = "scheduling.session_id") -> str:
     """Who takes turns with others: the principal, if there is one, else the session, else the connection.
 
-    Raises InvalidRequestError for a session's id that is too long.
+    Raises InvalidRequestError, naming the field, for a session's id that is too long.
     """
-    session_id = spec.scheduling.session_id
     if len(session_id) > MAX_ID_LENGTH:
-        raise InvalidRequestError("scheduling.session_id", f"must be at most {MAX_ID_LENGTH} characters")
+        raise InvalidRequestError(field, f"must be at most {MAX_ID_LENGTH} characters")
     # The kinds apart: nobody is to pass for a connection that is not his.
     return principal or (f"session {session_id}" if session_id else f"peer {peer}")
 

@@ -71,7 +71,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, spec: pb.GenerationSpec, context: Any
     ) -> AsyncIterator[tuple[RequestStream, to_proto.Answer]]:
         """One request's events, and what turns them into messages; the request is aborted on exit."""
-        caller = from_proto.caller(spec, context.peer(), principal.get())
+        caller = from_proto.caller(spec.scheduling.session_id, context.peer(), principal.get())
         request = from_proto.to_request(spec, caller, context.time_remaining(), self._llm.core.ready.max_model_len)
         stream = RequestStream(
             len(request.resume_token_ids),

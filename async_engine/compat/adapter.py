@@ -6,13 +6,14 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from async_engine.from_proto import MAX_ID_LENGTH, check_id
+from async_engine import from_proto
+from async_engine.auth import principal
 from async_engine.stream import RequestStream
 from protos.errors import InvalidRequestError, UnsupportedFeatureError
 from protos.messages import FinishReason, GrammarKind, GrammarSpec
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Iterable
 
     import grpc
 
@@ -38,10 +39,14 @@ class Adapter:
 
 
 def caller(context: Any, session_id: str = "") -> str:
-    """Who takes turns with others: the session, or the connection if there is none."""
-    if len(session_id) > MAX_ID_LENGTH:
-        raise InvalidRequestError("session_id", f"must be at most {MAX_ID_LENGTH} characters")
-    return f"session {session_id}" if session_id else f"peer {context.peer()}"
+    """Who takes turns with others."""
+    return from_proto.caller(session_id, context.peer(), principal.get(), "session_id")
+
+
+def abort(llm: AsyncLLM, request_ids: Iterable[str]) -> None:
+    """Ends those of the requests that are live, and the caller's; their streams then end by themselves."""
+    for request_id in request_ids:
+        llm.cancel(request_id, principal.get())
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +57,7 @@ async def opened(
 
     Raises InvalidRequestError also for answers that would be larger than messages can be.
     """
-    check_id(request_id)
+    from_proto.check_id(request_id)
     request.params.verify(llm.model.vocab_size)
     stream = RequestStream(num_sequences=request.params.n)
     async with llm.open(request, stream, request_id) as (_, accepted):

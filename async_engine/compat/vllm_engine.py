@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_engine.compat.adapter import LENGTH_REASONS, Adapter, caller, grammar, opened, refuse, unless_zero
+from async_engine.compat.adapter import LENGTH_REASONS, Adapter, abort, caller, grammar, opened, refuse, unless_zero
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.from_proto import token_ids
 from async_engine.model_servicer import PIECE_BYTES
@@ -78,8 +78,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                             await context.write(answer.complete(delta, with_output=True))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        for request_id in request.request_ids:
-            self._llm.cancel(request_id)
+        abort(self._llm, request.request_ids)
         return pb.AbortResponse()
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Any) -> common.FlushCacheResponse:

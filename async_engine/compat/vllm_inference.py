@@ -10,7 +10,7 @@ import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from async_engine.compat.adapter import LENGTH_REASONS, Adapter, caller, grammar, opened, refuse, unless_zero
+from async_engine.compat.adapter import LENGTH_REASONS, Adapter, abort, caller, grammar, opened, refuse, unless_zero
 from async_engine.from_proto import token_ids
 from async_engine.outputs import Delta, PromptLogprobs
 from async_engine.request import GenerationRequest
@@ -121,8 +121,7 @@ class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
         )
 
     async def Abort(self, request: control.AbortRequest, context: Any) -> control.AbortResponse:
-        for request_id in request.request_ids:
-            self._llm.cancel(request_id)
+        abort(self._llm, request.request_ids)
         return control.AbortResponse()
 
     async def ListLoras(self, request: control.ListLorasRequest, context: Any) -> control.ListLorasResponse:

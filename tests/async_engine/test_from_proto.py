@@ -1,13 +1,9 @@
 """Conversions between protobuf and our structs."""
 
-import functools
-
 import msgspec
 import pytest
-from google.protobuf import duration_pb2, message_factory
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto
+from google.protobuf import duration_pb2
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from async_engine import from_proto, to_proto
 from async_engine.input_processor import Accepted
@@ -17,6 +13,7 @@ from protos.errors import InvalidRequestError, UnsupportedFeatureError
 from protos.messages import FinishReason, GrammarSpec, Repetition
 from protos.params import SamplingParams
 from protos.tailrace.v1 import generation_pb2 as pb
+from tests.async_engine.any_message import messages_of
 
 MAX_MODEL_LEN = 100
 
@@ -371,61 +368,12 @@ def test_options_of_the_other_kind_of_call_are_not_in_force():
 
 
 def test_requests_are_of_their_session_or_else_of_their_connection():
-    sessions = [pb.SchedulingOptions(session_id=name) for name in ("", "a", "ipv4:10.0.0.1:1234")]
     peer = "ipv4:10.0.0.1:1234"
-    callers = [from_proto.caller(spec(scheduling=scheduling), peer, "") for scheduling in sessions]
+    callers = [from_proto.caller(session_id, peer, "") for session_id in ("", "a", peer)]
     assert callers == ["peer ipv4:10.0.0.1:1234", "session a", "session ipv4:10.0.0.1:1234"]
-    assert from_proto.caller(spec(scheduling=sessions[1]), peer, "principal ann") == "principal ann"
+    assert from_proto.caller("a", peer, "principal ann") == "principal ann"
     with pytest.raises(InvalidRequestError, match=r"scheduling\.session_id"):
-        from_proto.caller(spec(scheduling=pb.SchedulingOptions(session_id="x" * 257)), peer, "principal ann")
-
-
-WORDS = st.one_of(st.text(max_size=6), st.sampled_from(["{}", "[]", '{"tools": 1}', "user", "auto", "\ud7ff\x00"]))
-SCALARS = {
-    "TYPE_STRING": WORDS,
-    "TYPE_BYTES": st.binary(max_size=6),
-    "TYPE_BOOL": st.booleans(),
-    "TYPE_FLOAT": st.floats(width=32),
-    "TYPE_DOUBLE": st.floats(),
-    "TYPE_INT32": st.integers(-(2**31), 2**31 - 1),
-    "TYPE_INT64": st.integers(-(2**63), 2**63 - 1),
-    "TYPE_UINT32": st.one_of(st.integers(0, 3), st.integers(0, 2**32 - 1)),
-    "TYPE_UINT64": st.integers(0, 2**64 - 1),
-}
-
-
-def values_of(field):
-    if field.message_type is not None:
-        return messages_of(field.message_type)
-    return SCALARS[FieldDescriptorProto.Type.Name(field.type)]
-
-
-@functools.cache
-def messages_of(descriptor):
-    """Messages of a type with any of its fields set to anything."""
-    make = message_factory.GetMessageClass(descriptor)
-    fields = {}
-    for field in descriptor.fields:
-        entry = field.message_type
-        if entry is not None and entry.GetOptions().map_entry:
-            key, value = entry.fields
-            fields[field.name] = st.dictionaries(values_of(key), values_of(value), max_size=2)
-        elif field.is_repeated:
-            fields[field.name] = st.lists(values_of(field), max_size=3)
-        else:
-            fields[field.name] = values_of(field)
-
-    def build(given):
-        message = make()
-        for name, value in given.items():
-            oneof = descriptor.fields_by_name[name].containing_oneof
-            if oneof is None or message.WhichOneof(oneof.name) is None:
-                message.MergeFrom(make(**{name: value}))
-        return message
-
-    # Few at a time: the first that is wrong hides all others.
-    chosen = st.lists(st.sampled_from(list(fields)), max_size=3, unique=True)
-    return chosen.flatmap(lambda names: st.fixed_dictionaries({name: fields[name] for name in names})).map(build)
+        from_proto.caller("x" * 257, peer, "principal ann")
 
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))

@@ -103,6 +103,15 @@ class Gateway:
         if not self._is_up.wait(STARTED_WITHIN) or self.process.poll() is not None:
             self.close()
             raise RuntimeError("".join(self.lines))
+        while self._is_deaf():  # it listens a moment before or after it says so
+            pass
+
+    def _is_deaf(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port)).close()
+        except ConnectionRefusedError:
+            return self.process.poll() is None
+        return False
 
     def _read(self) -> None:
         assert self.process.stdout is not None

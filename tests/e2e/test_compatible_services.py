@@ -9,11 +9,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from async_engine.compat import vllm_engine, vllm_inference
 from async_engine.compat.services import ADAPTERS
 from async_engine.outputs import Delta, SequenceFinish
-from protos.compat import kserve_pb2, kserve_pb2_grpc, vllm_inference_pb2
+from protos.compat import (
+    kserve_pb2,
+    kserve_pb2_grpc,
+    vllm_control_pb2,
+    vllm_inference_pb2,
+    vllm_inference_pb2_grpc,
+)
 from protos.config import SERVICES, ServeConfig, build
 from protos.errors import InvalidRequestError
 from protos.messages import FinishReason
-from tests.e2e.serving import run, serving
+from tests.e2e.serving import run, serving, until
 
 NAMES = {name for adapter in ADAPTERS.values() for name in adapter.names}
 EVERY = ",".join(SERVICES)
@@ -93,6 +99,37 @@ def test_an_idle_inference_stream_does_not_hold_a_draining_server_up():
             return answer.infer_response.id, answer.error_message, await call.code()
 
     assert run(main) == ("bad", "text_input: is required", grpc.StatusCode.UNAVAILABLE)
+
+
+@pytest.mark.parametrize("service", ["vllm.grpc.engine.VllmEngine", "vllm.Control"])
+def test_requests_are_their_principals_and_nobody_elses(tmp_path, service):
+    (tmp_path / "tokens").write_text("ann:aaaaaaaaaaaaaaaa\nbob:bbbbbbbbbbbbbbbb\n")
+    options = {"services": EVERY, "auth_tokens": str(tmp_path / "tokens")}
+    ids = vllm_control_pb2.AbortRequest(request_ids=["mine"])
+
+    async def main():
+        async with serving(server=options, null_step_ms=1) as (llm, _, channel):
+
+            async def abort(token):
+                metadata = (("authorization", f"Bearer {token * 16}"),) if token else ()
+                await channel.unary_unary(f"/{service}/Abort")(ids.SerializeToString(), metadata=metadata)
+
+            request = vllm_inference_pb2.GenerateRequest(request_id="mine", text="x")
+            call = vllm_inference_pb2_grpc.InferenceStub(channel).GenerateStream(
+                request, metadata=(("authorization", "Bearer aaaaaaaaaaaaaaaa"),)
+            )
+            await anext(aiter(call))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await abort("")
+            await abort("b")
+            (state,) = llm.live_requests
+            is_cancelled = [state.cancelled]
+            await abort("a")
+            is_cancelled.append(state.cancelled)
+            await until(lambda: not llm.num_live)
+            return caught.value.code(), state.caller, is_cancelled
+
+    assert run(main) == (grpc.StatusCode.UNAUTHENTICATED, "principal ann", [False, True])
 
 
 ENDS = [

@@ -95,6 +95,9 @@ def test_an_aborted_request_ends_its_stream_and_is_gone_from_the_engine():
 
 def test_log_probabilities_of_output_and_prompt():
     async def test(llm, stub):
+        alone = [message async for message in stub.Generate(request(stream=False, logprobs=0))][-1].complete
+        for token_id, top in zip(alone.output_ids, alone.output_logprobs.top_logprobs, strict=True):
+            assert list(top.token_ids) == [token_id]
         params = {"logprobs": 2, "prompt_logprobs": 1, "input_ids": (72, 105, 33)}
         return [
             [message async for message in stub.Generate(request(stream=stream, **params))] for stream in (True, False)
