@@ -84,6 +84,12 @@ def test_many_requests_share_a_stream_and_their_answers_have_their_ids(does):
     assert "no model 'nope'" in found["e"]["error"]
 
 
+def test_sequences_stream_side_by_side_until_the_last_has_ended(does):
+    found = does("several")
+    assert found["streamed"] == found["whole"]
+    assert [len(text) for text in found["whole"]] == [20, 20]
+
+
 @pytest.mark.parametrize("way", ["cancel", "deadline"])
 def test_a_stream_that_ends_early_frees_its_requests(does, worker, way):
     before = worker.output_tokens

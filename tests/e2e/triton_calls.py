@@ -104,6 +104,23 @@ def stream(client):
     return {"found": found, "whole": whole}
 
 
+def several(client):
+    """Two sequences, streamed and not."""
+    answers = queue.Queue()
+    sampling = {"max_tokens": 20, "seed": 3, "n": 2}
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    client.async_stream_infer(MODEL, inputs("a", stream=True, sampling=sampling))
+    found, finals = ["", ""], []
+    while not (finals and finals[-1]):
+        result, error = answers.get(timeout=30)
+        assert error is None, error
+        found = [before + text for before, text in zip(found, texts(result), strict=True)]
+        finals.append(is_last(result))
+    client.stop_stream()
+    whole = client.infer(MODEL, inputs("a", sampling=sampling, exclude_input_in_output=True))
+    return {"streamed": found, "whole": texts(whole)}
+
+
 def cancel(client):
     """Leaves in the middle of two requests."""
     answers = queue.Queue()
