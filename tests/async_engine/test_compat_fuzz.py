@@ -1,6 +1,7 @@
 """Whatever a client of another engine's service sends is a request, or is refused with a reason."""
 
 import contextlib
+import struct
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -25,16 +26,63 @@ CONVERTERS = {
     ),
     "kserve": (kserve_pb2.ModelInferRequest, lambda message: kserve.Asked(message).generation("", None)),
 }
+PARTS = {"vllm-engine": ["sampling_params"], "vllm-inference": ["sampling", "decoding", "stopping", "response"]}
+"""Messages in a request that are looked at closely."""
+ANYTHING = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("name", CONVERTERS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@ANYTHING
 @given(st.data())
 def test_any_message_is_a_request_or_refused(name, data):
     kind, convert = CONVERTERS[name]
     message = data.draw(messages_of(kind.DESCRIPTOR))
     with contextlib.suppress(TailraceError):
         convert(message).params.verify(VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@ANYTHING
+@given(st.data())
+def test_any_options_are_a_request_or_refused(name, data):
+    kind, convert = CONVERTERS[name]
+    message = kind(text="x")
+    for part in PARTS[name]:
+        getattr(message, part).MergeFrom(data.draw(messages_of(kind.DESCRIPTOR.fields_by_name[part].message_type)))
+    with contextlib.suppress(TailraceError):
+        convert(message).params.verify(VOCAB_SIZE)
+
+
+def framed(text):
+    return struct.pack("<I", len(text)) + text
+
+
+SAMPLING = ['{"n": 2}', '{"n": "x"}', '{"seed": -1}', '{"stop": [1]}', '{"stop": ""}', "[1]", "{", "null", "1e999"]
+ELEMENTS = st.one_of(
+    st.binary(max_size=8),
+    st.binary(max_size=8).map(framed),
+    st.sampled_from([framed(text.encode()) for text in SAMPLING]),
+)
+TENSORS = st.lists(
+    st.tuples(st.sampled_from([*kserve.INPUTS, "image"]), st.sampled_from(["", "", "BYTES", "BOOL"]), ELEMENTS),
+    max_size=2,
+)
+
+
+@ANYTHING
+@given(TENSORS, st.booleans())
+def test_any_tensors_are_a_request_or_refused(tensors, is_raw):
+    message = kserve_pb2.ModelInferRequest()
+    for name, datatype, element in [("text_input", "", framed(b"x")), *tensors]:
+        tensor = message.inputs.add(name=name, datatype=datatype or kserve.INPUTS.get(name, ""))
+        if is_raw:
+            message.raw_input_contents.append(element)
+        elif tensor.datatype == "BOOL":
+            tensor.contents.bool_contents.append(bool(element))
+        else:
+            tensor.contents.bytes_contents.append(element[4:])
+    with contextlib.suppress(TailraceError):
+        kserve.Asked(message).generation("", None).params.verify(VOCAB_SIZE)
 
 
 @pytest.mark.parametrize("name", ["vllm-engine", "vllm-inference"])
