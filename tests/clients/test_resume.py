@@ -54,6 +54,29 @@ class Cutter(generation_pb2_grpc.GenerationServiceServicer):
             call.cancel()
         await context.abort(next(self.codes, self.code), "cut")
 
+    async def Attach(self, commands, context):
+        left = next(self.cuts, None)
+        call = self.stub.Attach()
+
+        async def forward():
+            async for command in commands:
+                if command.HasField("submit"):
+                    self.specs.append(command.submit)
+                await call.write(command)
+            await call.done_writing()
+
+        forwarding = asyncio.create_task(forward())
+        try:
+            async for frame in call:
+                if left == 0:
+                    await context.abort(self.code, "cut")
+                await context.write(frame)
+                left = left and left - 1
+        finally:
+            call.cancel()
+            forwarding.cancel()
+            await asyncio.wait([forwarding])
+
     async def Generate(self, request, context):
         self.specs.append(request.spec)
         if next(self.cuts, None) is not None:

@@ -17,6 +17,7 @@ from tailrace_client.attempt import again
 from tailrace_client.channel import authorization, merge_cancelled, open_channel
 from tailrace_client.errors import TailraceError, closed_error, make_error
 from tailrace_client.events import to_completion
+from tailrace_client.multiplexer import Multiplexer, can_share
 from tailrace_client.resume import DEFAULT_POLICY, Route
 from tailrace_client.spec import make_spec
 from tailrace_client.stream_state import StreamState
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
     from tailrace_client.spec import Options, Prompt
 
     T = TypeVar("T")
+
+
+MANY = 8
+"""Streams open at once, above which further ones share a call."""
 
 
 class AsyncClient:
@@ -57,6 +62,12 @@ class AsyncClient:
         self._channels = [open_channel(grpc.aio, address, tls, channel_options) for address in self.addresses]
         self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
         self._turn = itertools.cycle(range(len(self._stubs)))
+        self._multiplexers: dict[int, Multiplexer] = {}
+        """By server, where many streams are open."""
+        self._running: set[asyncio.Task[None]] = set()
+        """What runs them."""
+        self._streams: set[AsyncStream] = set()
+        """Those whose blocks are entered."""
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -68,6 +79,10 @@ class AsyncClient:
     async def close(self) -> None:
         """Cancels what runs and closes the connections. Idempotent."""
         self._is_closed = True
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running)
         for channel in self._channels:
             await channel.close()
 
@@ -84,7 +99,7 @@ class AsyncClient:
         `prompt` is text, token ids, or messages for the model's chat template. `timeout` is in seconds
         from the begin of the block; when it has passed, the request fails with DeadlineError.
         """
-        return AsyncStream(self._stub, self._metadata, make_spec(prompt, options), on_progress, self._route(), timeout)
+        return AsyncStream(self, make_spec(prompt, options), on_progress, self._route(), timeout)
 
     # These timeouts are not only ours: the server hears of them and does not start what cannot end in time.
 
@@ -127,6 +142,25 @@ class AsyncClient:
     def _route(self, timeout: float | None = None) -> Route:
         return Route(self.resume, len(self._stubs), next(self._turn), timeout)
 
+    def _open(self, spec: pb.GenerationSpec, route: Route) -> Any:
+        """A call of GenerateStream; where many streams are open, a part of a call of Attach, which costs far less.
+
+        That has no deadline for each, and outlives a connection's age: without `resume` it would take all with it.
+        """
+        stub = self._stub(route.server)
+        is_shared = len(self._streams) > MANY and route.may_retry and route.time_left() is None and can_share(spec)
+        if is_shared:
+            multiplexer = self._multiplexers.get(route.server)
+            if multiplexer is None or multiplexer.is_over:
+                multiplexer = self._multiplexers[route.server] = Multiplexer(stub.Attach(metadata=self._metadata()))
+                task = asyncio.create_task(multiplexer.run())
+                self._running.add(task)
+                task.add_done_callback(self._running.discard)
+            if multiplexer.takes(spec.request_id):
+                return multiplexer.submit(spec)
+        request = pb.GenerateStreamRequest(spec=spec)
+        return stub.GenerateStream(request, timeout=route.time_left(), metadata=self._metadata())
+
     def _stub(self, server: int) -> Any:
         if self._is_closed:
             raise closed_error()
@@ -138,23 +172,23 @@ class AsyncStream(StreamState):
 
     def __init__(
         self,
-        stub: Callable[[int], Any],
-        metadata: Callable[[], Any],
+        client: AsyncClient,
         spec: pb.GenerationSpec,
         on_progress: Callable[[Progress], None] | None,
         route: Route,
         timeout: float | None,
     ) -> None:
         super().__init__(spec, on_progress, route, timeout)
-        self._stub = stub
-        self._metadata = metadata
+        self._client = client
 
     async def __aenter__(self) -> Self:
         self._begin()
+        self._client._streams.add(self)
         self._send(self._attempts[0])
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._client._streams.discard(self)
         self._end()
 
     def __aiter__(self) -> AsyncIterator[Delta]:
@@ -194,9 +228,7 @@ class AsyncStream(StreamState):
         route = attempt.route
         if self._has_ended:
             raise closed_error(self.request_id)
-        request = pb.GenerateStreamRequest(spec=attempt.spec)
-        method = self._stub(route.server).GenerateStream
-        attempt.call = method(request, timeout=route.time_left(), metadata=self._metadata())
+        attempt.call = self._client._open(attempt.spec, route)
 
 
 async def _call(awaitable: Awaitable[T], request_id: str = "") -> T:

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from tailrace_client.resume import Route
 
 LEAST_TIME_LIMIT = 0.001
+MAX_ID = 256
+"""Characters of a request's id: servers refuse longer ones."""
 MAX_ID_STEM = 240
-"""Characters of a request's id that are kept where a number is put behind it: servers limit ids to 256."""
+"""Those of an id that are kept where a number is put behind it."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from tailrace_client.status import Details, decode_details
+from tailrace_client.status import STATUS_DETAILS, Details, decode_details, decode_status
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -103,6 +103,13 @@ def make_error(
     if not details.request_id:
         details = details._replace(request_id=request_id)
     return _CLASSES.get(code, ServerError)(code, message or "", details)
+
+
+def status_error(status: bytes, request_id: str) -> TailraceError:
+    """The error of a serialized google.rpc.Status."""
+    code, message = decode_status(status)
+    name = next((code_.name for code_ in grpc.StatusCode if code_.value[0] == code), "UNKNOWN")
+    return make_error(grpc.StatusCode[name], message, ((STATUS_DETAILS, status),), request_id)
 
 
 def explain_resumption(error: TailraceError, cause: TailraceError) -> TailraceError:

@@ -151,6 +151,10 @@ def make_spec(prompt: Prompt, options: Mapping[str, Any]) -> pb.GenerationSpec:
     return spec
 
 
+def wants_token_ids(spec: pb.GenerationSpec) -> bool:
+    return not spec.output.HasField("token_ids") or spec.output.token_ids
+
+
 def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         spec.text = prompt

@@ -21,7 +21,7 @@ _Field = descriptor_pb2.FieldDescriptorProto
 _MESSAGES: dict[str, tuple[tuple[str, int, str], ...]] = {
     "Any": (("type_url", 1, "string"), ("value", 2, "bytes")),
     "Duration": (("seconds", 1, "int64"), ("nanos", 2, "int32")),
-    "Status": (("details", 3, "[]Any"),),
+    "Status": (("code", 1, "int32"), ("message", 2, "string"), ("details", 3, "[]Any")),
     "ErrorInfo": (("reason", 1, "string"),),
     "FieldViolation": (("field", 1, "string"),),
     "BadRequest": (("field_violations", 1, "[]FieldViolation"),),
@@ -64,6 +64,15 @@ def _declare() -> dict[str, Any]:
 
 
 _CLASSES = _declare()
+
+
+def decode_status(status: bytes) -> tuple[int, str]:
+    """Code and message; UNKNOWN's where it is malformed."""
+    try:
+        decoded = _CLASSES["Status"].FromString(status)
+    except DecodeError:
+        return 2, "a malformed status"
+    return decoded.code, decoded.message
 
 
 def decode_details(trailing_metadata: Iterable[tuple[str, str | bytes]]) -> Details:

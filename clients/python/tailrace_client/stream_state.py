@@ -20,6 +20,7 @@ from tailrace_client.attempt import Attempt, Received, again, continue_sequence
 from tailrace_client.errors import ProtocolError, explain_resumption
 from tailrace_client.events import Summary, to_delta, to_progress, to_started, to_summary
 from tailrace_client.resume import Route
+from tailrace_client.spec import wants_token_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -203,7 +204,7 @@ class StreamState:
         if received is None:
             received = self._received[index] = self._nothing()
         # Without ids a delta does not tell how many tokens it covers: then offsets can only be seen to grow.
-        if delta.offset < received.offset or (_has_ids(self._sent) and delta.offset > received.offset):
+        if delta.offset < received.offset or (wants_token_ids(self._sent) and delta.offset > received.offset):
             raise self._violation(f"sequence {index} goes on at token {delta.offset}, not at {received.offset}")
         received.add(delta)
         attempt.cause = None
@@ -222,10 +223,6 @@ class StreamState:
         return ProtocolError(what, self.request_id)
 
 
-def _has_ids(spec: pb.GenerationSpec) -> bool:
-    return not spec.output.HasField("token_ids") or spec.output.token_ids
-
-
 def _with_ids(spec: pb.GenerationSpec) -> tuple[pb.GenerationSpec, bool]:
     """The spec with the ids that resuming needs, and whether they are more than was asked for.
 
@@ -234,7 +231,7 @@ def _with_ids(spec: pb.GenerationSpec) -> tuple[pb.GenerationSpec, bool]:
     output = spec.output
     wants_text = not output.HasField("text") or output.text
     wants_logprobs = output.HasField("logprobs") or output.logprob_token_ids.ids
-    if _has_ids(spec) or not (wants_text or wants_logprobs):
+    if wants_token_ids(spec) or not (wants_text or wants_logprobs):
         return spec, False
     result = pb.GenerationSpec()
     result.CopyFrom(spec)
