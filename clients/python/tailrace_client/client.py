@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from protos.tailrace.v1 import generation_pb2 as pb
-from protos.tailrace.v1 import generation_pb2_grpc
+from protos.tailrace.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
 from tailrace_client.attempt import again
 from tailrace_client.channel import authorization, merge_cancelled, open_channel
 from tailrace_client.errors import TailraceError, closed_error, make_error
@@ -20,14 +20,14 @@ from tailrace_client.spec import make_spec
 from tailrace_client.stream_state import StreamState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from typing import Self, TypeVar, Unpack
 
     from tailrace_client.attempt import Attempt
     from tailrace_client.channel import Tls
     from tailrace_client.events import Completion, Delta, Progress
     from tailrace_client.resume import ResumePolicy
-    from tailrace_client.spec import Options, Prompt
+    from tailrace_client.spec import ChatOptions, Options, Prompt
 
     T = TypeVar("T")
 
@@ -54,6 +54,7 @@ class Client:
         self._metadata = functools.partial(authorization, token)
         self._channels = [open_channel(grpc, address, tls, channel_options) for address in self.addresses]
         self._stubs: list[Any] = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self._channels]
+        self._model_stubs: list[Any] = [model_pb2_grpc.ModelServiceStub(channel) for channel in self._channels]
         self._turn = itertools.cycle(range(len(self._stubs)))
         self._is_closed = False
 
@@ -117,6 +118,64 @@ class Client:
                 answers.append(error)
         return merge_cancelled(answers)
 
+    # What runs no model ----------------------------------------------------------------------
+
+    def models(self, *, timeout: float | None = None) -> list[model_pb2.Model]:
+        """The models served, the default first: names, limits, chat template, defaults."""
+        response = self._ask("ListModels", model_pb2.ListModelsRequest(), timeout)
+        return list(response.models)
+
+    def tokenize(
+        self,
+        text: str,
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> list[int]:
+        """The ids that a prompt of this text is; without those that frame a text if `add_special_tokens` is False."""
+        request = model_pb2.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
+        return list(self._ask("Tokenize", request, timeout).token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> str:
+        """The text of ids. Bytes that are no UTF-8 are U+FFFD."""
+        request = model_pb2.DetokenizeRequest(model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        text: str = self._ask("Detokenize", request, timeout).text
+        return text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        model: str = "",
+        timeout: float | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> tuple[str, list[int]]:
+        """The prompt that a conversation is to the model, as text and as ids."""
+        request = model_pb2.RenderChatRequest(model=model, chat=make_spec(messages, options).chat)
+        response = self._ask("RenderChat", request, timeout)
+        return response.text, list(response.token_ids)
+
+    def _ask(self, method: str, request: Any, timeout: float | None) -> Any:
+        """The answer to a call of ModelService, which may be sent again."""
+        route = self._route(timeout)
+        while True:
+            time.sleep(route.wait())
+            try:
+                call = getattr(self._model_stub(route.server), method)
+                return _call(functools.partial(call, request, timeout=route.time_left(), metadata=self._metadata()))
+            except TailraceError as error:
+                route.failed(error)
+
+    # Inside -----------------------------------------------------------------------------------
+
     def _route(self, timeout: float | None = None) -> Route:
         return Route(self.resume, len(self._stubs), next(self._turn), timeout)
 
@@ -124,6 +183,10 @@ class Client:
         if self._is_closed:
             raise closed_error()
         return self._stubs[server]
+
+    def _model_stub(self, server: int) -> Any:
+        self._stub(server)  # raises if we are closed
+        return self._model_stubs[server]
 
 
 class Stream(StreamState):

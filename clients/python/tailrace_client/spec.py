@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 
-class Options(TypedDict, total=False):
+class ChatOptions(TypedDict, total=False):
+    """How a prompt of messages becomes text."""
+
+    template_kwargs: dict[str, Any] | None
+    """Variables for the chat template."""
+    add_generation_prompt: bool | None
+
+
+class Options(ChatOptions, total=False):
     """All of a request but its prompt. What is absent or None is the server's default, which
     `stream.started.effective` tells. Times are in seconds."""
 
@@ -88,10 +96,6 @@ class Options(TypedDict, total=False):
     data_parallel_rank: int | None
     queue_timeout: float | None
     session_id: str | None
-
-    template_kwargs: dict[str, Any] | None
-    """Variables for the chat template."""
-    add_generation_prompt: bool | None
 
 
 _PARTS = {
