@@ -17,6 +17,7 @@ async def use_async(address):
             await client.tokenize("Grüße"),
             await client.tokenize("Grüße", add_special_tokens=False),
             await client.detokenize([256, *"Grüße".encode()]),
+            await client.detokenize([256, 97], skip_special_tokens=False),
             await client.render_chat(MESSAGES),
             await client.render_chat(MESSAGES, add_generation_prompt=False),
         ]
@@ -34,6 +35,7 @@ def use_sync(address):
             client.tokenize("Grüße"),
             client.tokenize("Grüße", add_special_tokens=False),
             client.detokenize([256, *"Grüße".encode()]),
+            client.detokenize([256, 97], skip_special_tokens=False),
             client.render_chat(MESSAGES),
             client.render_chat(MESSAGES, add_generation_prompt=False),
         ]
@@ -52,11 +54,12 @@ def test_models_and_the_way_between_text_and_ids(kind):
                 return await use_async(channel.address)
             return await asyncio.to_thread(use_sync, channel.address)
 
-    model, (ids, plain, text, prompt, short) = run(main)
+    model, (ids, plain, text, special, prompt, short) = run(main)
     assert (model.name, model.max_context_tokens) == ("null", 32768)
     assert plain == list("Grüße".encode())
     assert ids == [256, *plain]
     assert text == "Grüße"
+    assert special != "a" == special[-1]
     assert prompt[0] == "user: hi\nassistant: "
     assert prompt[1][-3:] == list(b"t: ")
     assert short[0] == "user: hi\n"

@@ -253,3 +253,23 @@ def test_a_frame_that_makes_no_sense_ends_all_with_an_error(frame):
     errors, calls = run(main)
     assert all(type(error) is ProtocolError for error in errors)
     assert [error.request_id for error in errors] == [call.request_id for call in calls]
+
+
+def test_what_still_comes_of_a_cancelled_request_is_not_read():
+    async def main():
+        multiplexer = Multiplexer(BrokenCall())
+        call = multiplexer.submit(make_spec("abc", {"request_id": "mine"}))
+        call.cancel()
+        started, summary = pb.RequestEvent(request_id="mine"), pb.RequestEvent(request_id="mine")
+        started.started.prompt_tokens = 4
+        summary.summary.prompt_tokens = 4
+        multiplexer._take(pb.AttachResponse(events=[started]))
+        assert not multiplexer.takes("mine"), "the server has not ended it yet"
+        error = await failure(call.read())
+        multiplexer._take(pb.AttachResponse(events=[summary]))
+        assert multiplexer.is_over
+        return error
+
+    error = run(main)
+    assert type(error) is RequestCancelledError
+    assert error.request_id == "mine"
