@@ -21,7 +21,13 @@ def _cpu(block_size: int, num_threads: int) -> Ops:
     return make_cpu_ops(block_size, num_threads)
 
 
-_IMPLEMENTATIONS: dict[str, Callable[[int, int], Ops]] = {"cpu": _cpu}
+def _cuda(block_size: int, num_threads: int) -> Ops:
+    from kernels.cuda import CudaOps
+
+    return CudaOps()
+
+
+_IMPLEMENTATIONS: dict[str, Callable[[int, int], Ops]] = {"cpu": _cpu, "cuda": _cuda}
 
 
 def make_ops(device: torch.device, block_size: int, num_threads: int) -> Ops:

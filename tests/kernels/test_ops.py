@@ -9,6 +9,7 @@ import torch
 
 from kernels import cpu
 from kernels.cpu import CpuOps, load_library
+from kernels.cuda import CudaOps
 from kernels.ops import make_ops
 from kernels.reference import ReferenceOps
 
@@ -47,4 +48,5 @@ def test_without_compiled_kernels_the_reference_computes_and_says_so(
 
 
 def test_a_device_without_kernels_of_its_own_gets_the_reference():
-    assert type(make_ops(torch.device("cuda"), 16, 1)) is ReferenceOps
+    assert type(make_ops(torch.device("cuda"), 16, 1)) is CudaOps
+    assert type(make_ops(torch.device("xpu"), 16, 1)) is ReferenceOps
