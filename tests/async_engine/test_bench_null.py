@@ -34,7 +34,7 @@ TINY = ["--streams", "4", "--step-ms", "5", "--steps", "4", "--seconds", "0.1", 
 def receipts(*times):
     record = Record()
     for now, count in times:
-        record.add(now, count)
+        record.add(now, [1] * count)
     return record
 
 
@@ -59,7 +59,7 @@ def test_stamps_are_seen_at_once(tmp_path):
         record = Record()
         with contextlib.closing(StampWriter(str(tmp_path / "stamps"))) as writer:
             writer.stamp()
-            record.add(time.monotonic(), 1)
+            record.add(time.monotonic(), [1])
             return latencies(str(tmp_path / "stamps"), [record], 0.0, time.monotonic())
 
     (latency,) = run(main)
