@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_engine import from_proto, to_proto
 from async_engine.attach_sink import AttachSink
-from async_engine.auth import principal
+from async_engine.auth import caller, principal
 from async_engine.frames import Columns, Frames
 from async_engine.unexpected import first_error, hide_error
 from protos.errors import InvalidRequestError, TailraceError, UnavailableError
@@ -91,8 +91,8 @@ class AttachCall:
             from_proto.check_id(spec.request_id)
             num_sequences = from_proto.num_sequences(spec)
             sink = AttachSink(spec, self._num_slots, num_sequences, self._columns, self._mark)
-            caller = from_proto.caller(spec.scheduling.session_id, self._context.peer(), principal.get())
-            sink.state = self._llm.register(spec.request_id, sink, num_sequences, caller)
+            who = caller(self._context, spec.scheduling.session_id)
+            sink.state = self._llm.register(spec.request_id, sink, num_sequences, who)
         except TailraceError as error:
             # Told under its id as far as that goes: one of megabytes would break the call.
             told = pb.GenerationSpec(request_id=spec.request_id[: from_proto.MAX_ID_LENGTH])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from async_engine import from_proto
 from async_engine.interceptors import abort
 from async_engine.reloaded import Reloaded
 from protos.errors import StartupError, UnauthenticatedError
@@ -26,6 +27,11 @@ MIN_TOKEN, MAX_TOKEN = 16, 4096
 
 principal: contextvars.ContextVar[str] = contextvars.ContextVar("principal", default="")
 """The caller of all requests of the call that is being handled, "principal NAME"; empty without authentication."""
+
+
+def caller(context: Any, session_id: str = "", field: str = "scheduling.session_id") -> str:
+    """Who takes turns with others for a request of the call being handled: see `from_proto.caller`."""
+    return from_proto.caller(session_id, context.peer(), principal.get(), field)
 
 
 class Tokens:

@@ -57,9 +57,9 @@ def core_request(
         priority=request.priority,
         cache_salt=request.cache_salt,
         bypass_cache=request.bypass_cache,
-        deadline=_left(request.deadline, elapsed),
-        time_limit=_left(params.time_limit, elapsed),
-        queue_timeout=_left(request.queue_timeout, elapsed),
+        deadline=time_left(request.deadline, elapsed),
+        time_limit=time_left(params.time_limit, elapsed),
+        queue_timeout=time_left(request.queue_timeout, elapsed),
         siblings=[Sibling(other.handle, sequence_seed(params.seed, index)) for index, other in enumerate(others, 1)],
         repetition=params.repetition,
         grammar=params.grammar,
@@ -81,5 +81,6 @@ def sequence_seed(seed: int, index: int) -> int:
     return value ^ (value >> 31)
 
 
-def _left(limit: float | None, elapsed: float) -> float | None:
+def time_left(limit: float | None, elapsed: float) -> float | None:
+    """Of a limit in seconds, after so many of them; None is no limit."""
     return None if limit is None else limit - elapsed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,27 +15,40 @@ from protos.errors import InvalidRequestError, TailraceError
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
+    Handler = grpc.RpcMethodHandler[Any, Any]
+
 LIBRARY_METHODS = "/grpc."
 """Health, reflection and channelz keep their own handlers."""
 KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 STATUS_DETAILS = "grpc-status-details-bin"
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):
+class HandlerInterceptor(grpc.aio.ServerInterceptor):
+    """Stands around the handlers of all services but the library's own."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(LIBRARY_METHODS):
+            return handler
+        return self.wrap(handler, handler_call_details)
+
+    @abstractmethod
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
+        """What is called instead of the handler, for one call."""
+
+
+class ErrorInterceptor(HandlerInterceptor):
     """Maps our errors to statuses with details, and hides all others behind an id that the log explains.
 
     Handlers must be coroutines (streams by `context.write`), not async generators: then this costs
     nothing per message.
     """
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(LIBRARY_METHODS):
-            return handler
+    def wrap(self, handler: Handler, details: grpc.HandlerCallDetails) -> Handler:
         # Requests are read and parsed inside the guard: grpc answers UNKNOWN, with our types, to what does not parse,
         # and nothing at all where no whole message comes.
         deserializer = handler.request_deserializer or bytes
@@ -46,11 +60,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def with_behavior(
-    handler: grpc.RpcMethodHandler[Any, Any],
-    around: Callable[[str, Any], Any],
-    request_deserializer: Any,
-    request_kind: str = "",
-) -> grpc.RpcMethodHandler[Any, Any]:
+    handler: Handler, around: Callable[[str, Any], Any], request_deserializer: Any, request_kind: str = ""
+) -> Handler:
     """The handler with what `around(kind, behavior)` makes of its behavior; `kind` is such as "unary_stream".
 
     `request_kind` is how requests reach it from now on, "stream" or "unary"; empty is as before.
@@ -58,7 +69,7 @@ def with_behavior(
     kind = next(kind for kind in KINDS if getattr(handler, kind) is not None)
     before, _, responses = kind.partition("_")
     make = getattr(grpc, f"{request_kind or before}_{responses}_rpc_method_handler")
-    wrapped: grpc.RpcMethodHandler[Any, Any] = make(
+    wrapped: Handler = make(
         around(kind, getattr(handler, kind)),
         request_deserializer=request_deserializer,
         response_serializer=handler.response_serializer,

@@ -6,13 +6,11 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-import grpc
-
-from async_engine.interceptors import LIBRARY_METHODS, with_behavior
+from async_engine.interceptors import HandlerInterceptor, with_behavior
 from protos.tailrace.v1 import load_report_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    import grpc
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.request_state import RequestState
@@ -40,7 +38,7 @@ class Rate:
         return self._value * math.exp((self._at - time.monotonic()) / WINDOW_SECONDS)
 
 
-class LoadReportInterceptor(grpc.aio.ServerInterceptor):
+class LoadReportInterceptor(HandlerInterceptor):
     """Adds the report to the trailers of every call, however it ends; nothing is computed per message."""
 
     def __init__(self, llm: AsyncLLM) -> None:
@@ -50,14 +48,9 @@ class LoadReportInterceptor(grpc.aio.ServerInterceptor):
         self._good_until = 0.0
         llm.on_end.append(self._observe)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method.startswith(LIBRARY_METHODS):
-            return handler
+    def wrap(
+        self, handler: grpc.RpcMethodHandler[Any, Any], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         return with_behavior(handler, self._around, handler.request_deserializer)
 
     def _around(self, _: str, behavior: Any) -> Any:

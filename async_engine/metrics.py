@@ -101,12 +101,12 @@ class Metrics:
         self._queue.observe(finished.queue_seconds)
         self._prompt.observe(state.prompt_tokens)
         self._output.observe(state.output_tokens)
-        if state.first_token_time:
-            self._ttft.observe(state.first_token_time - state.arrival_time)
+        if (ttft := state.time_to_first_token) is not None:
+            self._ttft.observe(ttft)
             self._prefill.observe(finished.prefill_seconds)
             self._decode.observe(finished.decode_seconds)
-            if state.drawn_tokens > 1:
-                self._inter_token.observe(finished.decode_seconds / (state.drawn_tokens - 1))
+            if (gap := state.inter_token_seconds(finished)) is not None:
+                self._inter_token.observe(gap)
 
 
 class MetricsServer:

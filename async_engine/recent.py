@@ -30,12 +30,12 @@ class Recent:
 
     def __call__(self, state: RequestState, finished: Finished) -> None:
         self.finished[finished.reason.name.lower()] += 1
-        if not state.first_token_time:
+        if (ttft := state.time_to_first_token) is None:
             return
-        self.time_to_first_token.append(state.first_token_time - state.arrival_time)
+        self.time_to_first_token.append(ttft)
         self.end_to_end.append(time.monotonic() - state.arrival_time)
-        if state.drawn_tokens > 1:
-            self.inter_token.append(finished.decode_seconds / (state.drawn_tokens - 1))
+        if (gap := state.inter_token_seconds(finished)) is not None:
+            self.inter_token.append(gap)
 
 
 def percentiles(seconds: Sequence[float]) -> list[float] | None:

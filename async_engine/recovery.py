@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from async_engine.core_request import time_left
 from protos.errors import RequestFailedError
 
 if TYPE_CHECKING:
@@ -107,10 +108,10 @@ def resubmissions(request: RequestState) -> Iterator[EngineCoreRequest]:
     elapsed = time.monotonic() - request.sent_at
     message = msgspec.structs.replace(
         message,
-        deadline=_left(message.deadline, elapsed),
-        time_limit=_left(message.time_limit, elapsed),
+        deadline=time_left(message.deadline, elapsed),
+        time_limit=time_left(message.time_limit, elapsed),
         # Once admitted a request does not wait for admission any more.
-        queue_timeout=None if request.started else _left(message.queue_timeout, elapsed),
+        queue_timeout=None if request.started else time_left(message.queue_timeout, elapsed),
         prompt_logprobs_from=request.prompt_logprobs_from,
         was_admitted=request.started,
     )
@@ -135,7 +136,3 @@ def _continue(message: EngineCoreRequest, sequence: SequenceState, seed: int) ->
         output_token_ids=message.output_token_ids + sequence.new_token_ids.tobytes(),
         siblings=[],
     )
-
-
-def _left(limit: float | None, elapsed: float) -> float | None:
-    return None if limit is None else limit - elapsed

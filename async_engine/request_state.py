@@ -76,6 +76,15 @@ class RequestState:
     def drawn_tokens(self) -> int:
         return sum(sequence.drawn_tokens for sequence in self.sequences)
 
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival; None if no token came."""
+        return self.first_token_time - self.arrival_time if self.first_token_time else None
+
+    def inter_token_seconds(self, finished: Finished) -> float | None:
+        """The mean between two tokens of a request that is over; None if there were no two."""
+        return finished.decode_seconds / (self.drawn_tokens - 1) if self.drawn_tokens > 1 else None
+
     def ended(self, finished: Finished) -> Finished | None:
         """The core has ended one of the sequences. Once it has ended all: how the request as a whole went."""
         self._finished.append(finished)

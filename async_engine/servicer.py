@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_engine import from_proto, to_proto
 from async_engine.attach import AttachCall
-from async_engine.auth import principal
+from async_engine.auth import caller, principal
 from async_engine.outputs import Delta, PromptLogprobs, Started, Summary
 from async_engine.results import Whole
 from async_engine.stream import RequestStream
@@ -71,8 +71,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, spec: pb.GenerationSpec, context: Any
     ) -> AsyncIterator[tuple[RequestStream, to_proto.Answer]]:
         """One request's events, and what turns them into messages; the request is aborted on exit."""
-        caller = from_proto.caller(spec.scheduling.session_id, context.peer(), principal.get())
-        request = from_proto.to_request(spec, caller, context.time_remaining(), self._llm.core.ready.max_model_len)
+        who = caller(context, spec.scheduling.session_id)
+        request = from_proto.to_request(spec, who, context.time_remaining(), self._llm.core.ready.max_model_len)
         stream = RequestStream(
             len(request.resume_token_ids),
             from_proto.coalesce(spec),

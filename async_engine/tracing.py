@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from async_engine.interceptors import LIBRARY_METHODS, with_behavior
+from async_engine.interceptors import HandlerInterceptor, with_behavior
 from protos.errors import StartupError, TailraceError
 
 try:
@@ -24,8 +24,6 @@ except ImportError:
     raise StartupError("tracing needs OpenTelemetry: pip install 'tailrace[tracing]'") from None
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     from opentelemetry.context import Context
     from opentelemetry.trace import Span
 
@@ -48,7 +46,7 @@ def otlp_provider(endpoint: str) -> TracerProvider:
     return provider
 
 
-class TraceInterceptor(grpc.aio.ServerInterceptor):
+class TraceInterceptor(HandlerInterceptor):
     """A span per call, below the caller's `traceparent`, and below it one per request, made when that is over from the
     times the engine took anyway: nothing is done per message."""
 
@@ -65,16 +63,10 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):
         """Sends what there is; takes seconds where no collector answers."""
         self._provider.shutdown()
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler = await continuation(handler_call_details)
-        method = handler_call_details.method
-        if handler is None or method.startswith(LIBRARY_METHODS):
-            return handler
-        metadata: Any = handler_call_details.invocation_metadata
+    def wrap(
+        self, handler: grpc.RpcMethodHandler[Any, Any], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        method, metadata = details.method, details.invocation_metadata
         carrier = {key: value for key, value in metadata or () if key in _HEADERS}
         parent = _PROPAGATOR.extract(carrier)
 

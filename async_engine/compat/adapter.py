@@ -38,11 +38,6 @@ class Adapter:
     add: Callable[[AsyncLLM, ServerOptions, grpc.aio.Server], None]
 
 
-def caller(context: Any, session_id: str = "") -> str:
-    """Who takes turns with others."""
-    return from_proto.caller(session_id, context.peer(), principal.get(), "session_id")
-
-
 def abort(llm: AsyncLLM, request_ids: Iterable[str]) -> None:
     """Ends those of the requests that are live, and the caller's; their streams then end by themselves."""
     for request_id in request_ids:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from async_engine.compat.adapter import Adapter, caller, opened
+from async_engine.auth import caller
+from async_engine.compat.adapter import Adapter, opened
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.outputs import Delta
 from async_engine.request import GenerationRequest

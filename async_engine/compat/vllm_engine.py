@@ -18,7 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_engine.compat.adapter import LENGTH_REASONS, Adapter, abort, caller, grammar, opened, refuse, unless_zero
+from async_engine.auth import caller
+from async_engine.compat.adapter import LENGTH_REASONS, Adapter, abort, grammar, opened, refuse, unless_zero
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.from_proto import token_ids
 from async_engine.model_servicer import PIECE_BYTES

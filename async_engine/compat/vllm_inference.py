@@ -10,7 +10,8 @@ import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from async_engine.compat.adapter import LENGTH_REASONS, Adapter, abort, caller, grammar, opened, refuse, unless_zero
+from async_engine.auth import caller
+from async_engine.compat.adapter import LENGTH_REASONS, Adapter, abort, grammar, opened, refuse, unless_zero
 from async_engine.from_proto import token_ids
 from async_engine.outputs import Delta, PromptLogprobs
 from async_engine.request import GenerationRequest
@@ -79,7 +80,7 @@ class InferenceServicer(vllm_inference_pb2_grpc.InferenceServicer):
     def _generation(self, request: pb.GenerateRequest, context: Any) -> GenerationRequest:
         # We tell them the path for the model's id.
         model = "" if request.model == self._llm.model.path else request.model
-        who, limit = caller(context, request.session_id), self._llm.core.ready.max_model_len
+        who, limit = caller(context, request.session_id, "session_id"), self._llm.core.ready.max_model_len
         return to_request(request, model, who, context.time_remaining(), limit)
 
 
