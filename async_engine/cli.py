@@ -15,6 +15,7 @@ try:
         EngineConfig,
         ExecutorOptions,
         ModelOptions,
+        ParallelOptions,
         SchedulerOptions,
         ServeConfig,
         ServerOptions,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-ENGINE_SECTIONS = (ModelOptions, CacheOptions, SchedulerOptions, ExecutorOptions)
+ENGINE_SECTIONS = (ModelOptions, CacheOptions, SchedulerOptions, ExecutorOptions, ParallelOptions)
 SERVE_SECTIONS = (ServerOptions, AdmissionOptions, *ENGINE_SECTIONS)
 MODEL_HELP = "Hugging Face directory or hub id, .gguf file, or 'null'; default: the embedded SmolLM2-135M-Instruct"
 MAX_VOCAB_SIZE = 1 << 31

@@ -17,20 +17,23 @@ from model_runner.runner import ModelRunner
 from model_runner.weights import check_weights
 from protos.errors import StartupError
 from protos.model_files import read_model_spec, resolve_model
+from protos.place import ONLY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from protos.config import EngineConfig
+    from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 
 class Worker:
     """Holds a ModelRunner once loaded; `execute` and `sample` may run on another thread than `load` did."""
 
-    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], place: Place = ONLY) -> None:
         self._config = config
         self._eos_token_ids = eos_token_ids
+        self._place = place
         self._runner: ModelRunner | None = None
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo:

@@ -26,6 +26,7 @@ SERVICES = ("vllm-engine", "vllm-inference", "kserve")
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray"]
 LoadFormat = Literal["auto", "dummy"]
 
 
@@ -110,6 +111,28 @@ class ExecutorOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 0.0
 
 
+class ParallelOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Over how many devices one copy of the model is spread."""
+
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="devices that each hold a slice of every layer; they should share a node")
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="stages that each hold some of the layers; as many steps are in flight")
+    ] = 1
+    executor: Annotated[
+        ExecutorKind,
+        Meta(
+            description="what runs the workers: uniproc is one inside the core, multiproc a process each on this node, "
+            "ray actors over nodes; auto is the first that can"
+        ),
+    ] = "auto"
+
+    @property
+    def num_workers(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that an engine needs to know; sent to the core process on start."""
 
@@ -117,6 +140,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     executor: ExecutorOptions = ExecutorOptions()
+    parallel: ParallelOptions = ParallelOptions()
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -269,10 +293,11 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     executor: ExecutorOptions = ExecutorOptions()
+    parallel: ParallelOptions = ParallelOptions()
 
     @property
     def engine(self) -> EngineConfig:
-        return EngineConfig(model=self.model, cache=self.cache, scheduler=self.scheduler, executor=self.executor)
+        return EngineConfig(**{name: getattr(self, name) for name in sections(EngineConfig)})
 
 
 def sections(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
