@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,7 +70,11 @@ def chunk_logits(runner: ModelRunner, token_ids: list[int], ends: list[int], blo
 
 
 def reference_logits(model: Any, token_ids: list[int], ends: list[int]) -> torch.Tensor:
-    """The same from transformers, which computes the whole sequence at once."""
+    """The same from transformers, which computes the whole sequence at once; of a float32 model in float64, as
+    transformers would add rounding errors of its own, others on each kind of processor."""
+    if model.dtype == torch.float32:
+        model = copy.deepcopy(model).double()
+        model.set_experts_implementation("eager")  # the others know no float64
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
-    return logits[[end - 1 for end in ends]]
+    return logits[[end - 1 for end in ends]].float()
