@@ -13,13 +13,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from core_proc.black_box import BlackBox, make_box
 from protos import codec
+from protos.child_process import child_environment
 from protos.errors import CoreDiedError, StartupError, TailraceError
 from protos.messages import (
     Control,
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).parents[1]
 PING_INTERVAL = 1.0
 """Seconds between two questions to the main loop of the core."""
 SHUTDOWN_SECONDS = 5.0
@@ -262,18 +261,12 @@ def _spawn_core(box: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
         process = subprocess.Popen(
             [sys.executable, "-m", "core_proc.proc", str(theirs.fileno()), str(box)],
             pass_fds=[theirs.fileno(), box],
-            env=_core_environment(),
+            env=child_environment(),
             stdin=subprocess.DEVNULL,
             # A session of its own: what the terminal sends to all of us, Ctrl-C above all, is for the front end.
             start_new_session=True,
         )
     return process, ours
-
-
-def _core_environment() -> dict[str, str]:
-    """Ours, with the folders of this program on the path wherever it was started from."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def pinned(config: EngineConfig, ready: CoreReady) -> EngineConfig:

@@ -9,7 +9,6 @@ more of each. The child starts with the first constraint, sleeps between two, an
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import resource
 import signal
@@ -17,18 +16,16 @@ import struct
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import IO
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from core_proc.grammar_source import refuse, translate
-from core_proc.parent_death import die_with_parent
+from protos.child_process import child_environment, die_with_parent
 from protos.errors import InvalidRequestError, RequestFailedError
 from protos.messages import GrammarSpec
 
-ROOT = Path(__file__).parents[1]
 CPU_SECONDS = 2.0
 """Processor time that compiling and trying one constraint may take."""
 WALL_SECONDS = 20.0
@@ -114,10 +111,9 @@ class Sandbox:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [sys.executable, "-m", "core_proc.grammar_sandbox"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=child_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

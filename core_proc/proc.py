@@ -23,8 +23,8 @@ from core_proc.black_box import BlackBox
 from core_proc.connection import Connection
 from core_proc.engine_core import EngineCore
 from core_proc.grammar import GrammarCompiler, Matcher
-from core_proc.parent_death import die_with_parent
 from core_proc.request import Request, State, make_request
+from protos.child_process import die_with_parent
 from protos.errors import StartupError, TailraceError
 from protos.messages import (
     Abort,

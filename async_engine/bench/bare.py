@@ -20,7 +20,7 @@ import uvloop
 from async_engine.bench.stamps import StampWriter
 from async_engine.endpoint import channel_options
 from async_engine.server import quiet_gc
-from core_proc.parent_death import die_with_parent
+from protos.child_process import die_with_parent
 from protos.config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc

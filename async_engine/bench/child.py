@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 import tempfile
 from typing import TYPE_CHECKING
 
-from async_engine.core_client import ROOT
+from protos.child_process import child_environment
 from protos.errors import StartupError
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ class Child:
     def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,
@@ -35,7 +33,7 @@ class Child:
             stderr=self._log,
             text=True,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=child_environment(),
         )
 
     def __enter__(self) -> Self:

@@ -26,7 +26,7 @@ from async_engine.bench.client import SENDERS, Milestone, Record
 from async_engine.bench.stamps import latencies
 from async_engine.connect import open_channel
 from async_engine.connect_options import ConnectOptions
-from core_proc.parent_death import die_with_parent
+from protos.child_process import die_with_parent
 from protos.tailrace.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from async_engine import async_llm, cli
 from async_engine.bench.stamps import StampWriter
 from async_engine.core_client import CoreClient
-from core_proc.parent_death import die_with_parent
+from protos.child_process import die_with_parent
 
 if TYPE_CHECKING:
     from protos.messages import EngineCoreOutputs

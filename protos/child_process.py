@@ -1,4 +1,4 @@
-"""die_with_parent: no process of ours outlives the one that started it."""
+"""Child processes of this program: what they start with, and that none outlives the one that started it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
+ROOT = Path(__file__).parents[1]
 PR_SET_PDEATHSIG = 1
+
+
+def child_environment() -> dict[str, str]:
+    """Ours, with the folders of this program on the path wherever it was started from."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def die_with_parent() -> None:
