@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from core_proc.kv_cache import KVCache
 from core_proc.scheduler import Scheduler
+from core_proc.shares import StepShares
 from gpu_executor.executor import make_executor
 from protos.messages import CoreReady
 
@@ -45,8 +46,15 @@ class EngineCore:
         self._executor = executor or make_executor(config, eos_token_ids)
         info = self._executor.start(report)
         kv_cache = KVCache(info.num_blocks, config.cache.block_size, config.cache.prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, kv_cache, info.max_model_len, eos_token_ids, info.vocab_size)
         self._depth = info.max_steps_in_flight
+        self.scheduler = Scheduler(
+            config.scheduler,
+            kv_cache,
+            info.max_model_len,
+            eos_token_ids,
+            info.vocab_size,
+            shares=StepShares(self._depth) if info.num_stages > 1 else None,
+        )
         self._in_flight: deque[tuple[StepInFlight, PendingOutput]] = deque()
         self._num_failed = 0
         """Steps since one was carried out."""

@@ -27,7 +27,9 @@ class Pace:
     """Weight of the latest step, and of the latest output, in their means. One long step must not count for all that an
     output takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_per_token: int = 1) -> None:
+        """A row is in one of so many steps."""
+        self._steps_per_token = steps_per_token
         self._prompt_tokens_per_second = math.inf
         self._step_seconds = 0.0
         self._output_tokens = 0.0
@@ -102,7 +104,8 @@ class Pace:
             late = max(0.0, elapsed + wait - timeout)
         if deadline is not None and elapsed < deadline:
             # The first token comes with the last of the prompt.
-            decode = (self._output(request, self._long_output if others_wait else 1) - 1) * self._step_seconds
+            num_behind = self._output(request, self._long_output if others_wait else 1) - 1
+            decode = num_behind * self._step_seconds * self._steps_per_token
             service = num_prompt_tokens / self._prompt_tokens_per_second + decode
             late = max(late, elapsed + wait + service - deadline)
         return late

@@ -42,6 +42,16 @@ class RequestQueue:
         """Of those that wait, how many are not held back."""
         return len(self._waiting) - len(self._held)
 
+    def num_ready_tokens(self, limit: int) -> int:
+        """Of those that are not held back, the tokens to compute; not counted on where they reach the limit."""
+        num_tokens = 0
+        for request in self._waiting:
+            if request not in self._held:
+                num_tokens += request.num_waiting_tokens
+                if num_tokens >= limit:
+                    break
+        return num_tokens
+
     @property
     def cost(self) -> float:
         """Of all that wait."""

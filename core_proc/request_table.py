@@ -31,13 +31,20 @@ if TYPE_CHECKING:
 class RequestTable:
     """The only place where a request enters or leaves the queue, a row or its blocks."""
 
-    def __init__(self, num_rows: int, max_model_len: int, kv_cache: KVCache, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_model_len: int,
+        kv_cache: KVCache,
+        clock: Callable[[], float],
+        steps_per_token: int = 1,
+    ) -> None:
         self.rows = Rows(num_rows, max_model_len, kv_cache.block_size)
         self.waiting = RequestQueue()
         self.kv_cache = kv_cache
         self.events = EventLog()
         self.timers = Timers()
-        self.pace = Pace()
+        self.pace = Pace(steps_per_token)
         self._clock = clock
         self._requests: dict[tuple[int, int], Request] = {}
         self._num_arrived = -1

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from core_proc.grammar import Matcher
     from core_proc.kv_cache import KVCache
+    from core_proc.shares import StepShares
     from protos.config import SchedulerOptions
     from protos.messages import CoreStats
     from protos.step import ModelRunnerOutput
@@ -45,7 +46,7 @@ _EXPIRED = {
 class Scheduler:
     """Owns every request of the core. Synchronous, knows no sockets, no text and no tensors.
 
-    `eos_token_ids` end a request unless it says otherwise. `clock` returns seconds.
+    `eos_token_ids` end a request unless it says otherwise. `clock` returns seconds; `shares` are a pipeline's.
     """
 
     def __init__(
@@ -56,11 +57,14 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         vocab_size: int,
         clock: Callable[[], float] = time.monotonic,
+        shares: StepShares | None = None,
     ) -> None:
         assert max_model_len <= kv_cache.capacity_tokens, "a request that can never fit would wait for ever"
         self.max_model_len = max_model_len
         self.kv_cache = kv_cache
-        self.table = RequestTable(options.max_num_seqs, max_model_len, kv_cache, clock)
+        self.table = RequestTable(
+            options.max_num_seqs, max_model_len, kv_cache, clock, shares.num_steps if shares else 1
+        )
         self.events = self.table.events
         self._admission: Admission = "open"
         self._rows = self.table.rows
@@ -71,6 +75,7 @@ class Scheduler:
         self._intake = Intake(self.table, eos_token_ids, vocab_size)
         self._pace = self.table.pace
         self._suspects = Suspects()
+        self._shares = shares
         self._clock = clock
         self._num_steps = 0
 
@@ -193,7 +198,10 @@ class Scheduler:
         draft = StepDraft()
         rows, counts, scarce = self._schedule_running(draft, trial)
         if not scarce and len(self._waiting):
-            admitted, chunks = self._admit(draft, self._budget - int(counts.sum()), now, trial)
+            budget = self._budget - int(counts.sum())
+            if draft.share is not None:
+                budget = min(budget, draft.share.left(counts))
+            admitted, chunks = self._admit(draft, budget, now, trial)
             if admitted:
                 rows = np.concatenate([rows, np.array(admitted, np.int32)])
                 counts = np.concatenate([counts, np.array(chunks, np.int32)])
@@ -214,12 +222,18 @@ class Scheduler:
             todo = expected - computed
             # A row that is certain to end when its step returns has nothing more to compute.
             todo[expected >= columns.max_len[rows]] = 0
-            # What a grammar allows next is known when the last token is.
-            todo[columns.has_grammar[rows] & (expected > columns.known[rows])] = 0
+            # What a grammar allows next is known when the last token is; the token itself, to a first stage, too.
+            waits = expected > columns.known[rows]
+            todo[waits if self._shares else waits & columns.has_grammar[rows]] = 0
             if self._suspects:
                 todo[[request.is_suspect is not trial for request in columns.requests[rows]]] = 0
-            if trial or np.count_nonzero(todo) + self._waiting.num_ready > 1:
+            if self._shares is not None and not trial:
+                num_waiting = self._waiting.num_ready_tokens(self._budget * self._shares.num_steps)
+                draft.share = draft.share or self._shares.share(todo, waits, num_waiting if self._rows.num_free else 0)
+            if trial or np.count_nonzero(todo) + self._waiting.num_ready > 1 or (self._shares and waits.any()):
                 np.minimum(todo, self._prefill_cap, out=todo)
+            if draft.share is not None:
+                draft.share.limit(todo)
             ends = np.cumsum(todo)
             counts = todo
             if len(ends) and ends[-1] > self._budget:
@@ -300,6 +314,8 @@ class Scheduler:
             self._publish(columns.requests[row], int(columns.computed[row]))
         for row in drawing[columns.has_siblings[drawing]].tolist():
             self.table.release_siblings(columns.requests[row])
+        if self._shares is not None:
+            self._shares.issued(counts)
         output = SchedulerOutput(
             step_id=self._num_steps,
             rows=rows,
@@ -309,6 +325,7 @@ class Scheduler:
             new_rows=draft.new_rows,
             block_rows=np.array(draft.block_rows, np.int32) if draft.block_rows else EMPTY,
             block_ids=np.array(draft.block_ids, np.int32) if draft.block_ids else EMPTY,
+            last_ids=EMPTY if self._shares is None else columns.token_ids[rows, computed - 1],
         )
         self._num_steps += 1
         return StepInFlight(
@@ -340,6 +357,8 @@ class Scheduler:
     def update(self, step: StepInFlight, output: ModelRunnerOutput) -> None:
         """Takes in what a step drew. Steps come back in the order they were issued."""
         now = self._clock()
+        if self._shares is not None:
+            self._shares.returned()
         self.kv_cache.step_returned(step.output.step_id)
         # One token of each row is not prefill, or not enough to matter.
         self._pace.step_returned(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
@@ -352,6 +371,8 @@ class Scheduler:
 
         What the step was to fill is withdrawn; whoever already built on it starts over.
         """
+        if self._shares is not None:
+            self._shares.returned()
         false_blocks = self.kv_cache.step_failed(step.output.step_id)
         is_trial = self._suspects.is_trial(step)
         live: list[Request] = [request for request in step.all_requests if request.state is not State.FINISHED]

@@ -9,6 +9,7 @@ from protos.step import NewRow
 
 if TYPE_CHECKING:
     from core_proc.request import Request
+    from core_proc.shares import Share
 
 
 @dataclass(slots=True)
@@ -20,6 +21,8 @@ class StepDraft:
     block_ids: list[int] = field(default_factory=list)
     grown: set[int] = field(default_factory=set)
     """Rows that got blocks: the only decoding ones that may have filled one."""
+    share: Share | None = None
+    """The most it may take, where it has to leave work to other steps."""
 
     def enter(self, request: Request) -> None:
         """A request has got a row."""

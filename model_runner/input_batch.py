@@ -62,6 +62,8 @@ class InputBatch:
             self._enter(new_row)
         if len(step.block_rows):
             self._append_blocks(step.block_rows, step.block_ids)
+        if len(step.last_ids):
+            self.token_ids[step.rows, step.starts + step.counts - 1] = step.last_ids
 
     def _enter(self, new_row: NewRow) -> None:
         row, sampling = new_row.row, new_row.sampling

@@ -50,6 +50,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
     """Rows that get more blocks, in order; a row may occur more than once. Not parallel to `rows`."""
     block_ids: Ints = EMPTY
     """The blocks, parallel to `block_rows`; each is appended to its row's table."""
+    last_ids: Ints = EMPTY
+    """The last token that each row computes here; empty where workers see for themselves what was drawn."""
 
     @property
     def num_tokens(self) -> int:
@@ -114,3 +116,6 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     kv_cache_bytes: int
     max_steps_in_flight: int
     """Steps that may be scheduled ahead of their results."""
+    num_stages: int = 1
+    """Stages of the pipeline that a step passes. If there are several, only the last sees what was drawn, so a row is
+    not in a step before its last token is back, and steps say which it is."""

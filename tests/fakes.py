@@ -191,7 +191,7 @@ class _Row:
     """Tokens from the start that steps have computed; None before the first."""
 
 
-def _apply_diff(rows: dict[int, _Row], step: SchedulerOutput) -> None:
+def _apply_diff(rows: dict[int, _Row], step: SchedulerOutput, num_stages: int = 1) -> None:
     for new in step.new_rows:
         rows[new.row] = _Row(
             new.token_ids.tolist(),
@@ -202,6 +202,10 @@ def _apply_diff(rows: dict[int, _Row], step: SchedulerOutput) -> None:
         )
     for row, block in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
         rows[row].table.append(block)
+    if num_stages > 1:
+        ends = (step.starts + step.counts).tolist()
+        for row, end, token_id in zip(step.rows.tolist(), ends, step.last_ids.tolist(), strict=True):
+            rows[row].token_ids[end - 1 : end] = [token_id]
 
 
 def _allowed(mask: GrammarMask | None, place: int) -> Container[int]:
@@ -215,16 +219,21 @@ def _allowed(mask: GrammarMask | None, place: int) -> Container[int]:
 class StepChecker:
     """What the scheduler promises its workers, checked as steps are issued and return."""
 
-    def __init__(self, block_size: int, max_model_len: int, max_num_seqs: int, budget: int) -> None:
+    def __init__(
+        self, block_size: int, max_model_len: int, max_num_seqs: int, budget: int, num_stages: int = 1
+    ) -> None:
         self.violations: list[str] = []
         self._block_size = block_size
         self._max_model_len = max_model_len
         self._max_num_seqs = max_num_seqs
         self._budget = budget
+        self._num_stages = num_stages
         self._rows: dict[int, _Row] = {}
         self._next_step = 0
         self._in_flight: dict[int, set[tuple[int, _Row]]] = {}
         """The blocks a step reads or writes and for whom, until it is back."""
+        self._drawing: dict[int, set[_Row]] = {}
+        """For whom a step draws, until it is back."""
 
     def issued(self, step: SchedulerOutput) -> None:
         self._step = step
@@ -253,18 +262,21 @@ class StepChecker:
                     self._expect(not reused, f"block {block} is reused while step {other} is in flight")
             touched |= {(block, state) for block in state.table}
         self._in_flight[step.step_id] = touched
+        self._drawing[step.step_id] = {self._rows[row] for row in step.rows[step.samples].tolist()}
 
     def returned(self, step_id: int) -> None:
         self._expect(min(self._in_flight) == step_id, f"step {step_id} returns out of order")
-        del self._in_flight[step_id]
+        del self._in_flight[step_id], self._drawing[step_id]
 
     def _check_form(self, step: SchedulerOutput) -> None:
         self._expect(step.step_id == self._next_step, f"step {self._next_step} was expected")
         self._next_step = step.step_id + 1
-        for name in ("rows", "starts", "counts", "block_rows", "block_ids"):
+        for name in ("rows", "starts", "counts", "block_rows", "block_ids", "last_ids"):
             if getattr(step, name).dtype != np.int32:
                 self._expect(False, f"{name} is {getattr(step, name).dtype}")
         self._expect(step.samples.dtype == np.bool_, "samples is no bool")
+        num_told = len(step.rows) if self._num_stages > 1 else 0
+        self._expect(len(step.last_ids) == num_told, f"{len(step.last_ids)} last tokens of {len(step.rows)} rows")
         rows = step.rows.tolist()
         self._expect(0 < len(rows) == len(set(rows)) <= self._max_num_seqs, f"rows {rows}")
         self._expect(set(rows) >= {new.row for new in step.new_rows}, "a new row computes nothing")
@@ -277,6 +289,9 @@ class StepChecker:
         self._expect(state.computed in (None, start), f"row {row} starts at {start}, not at {state.computed}")
         self._expect(state.computed is not None or start % self._block_size == 0, f"row {row} starts inside a block")
         self._expect(samples == (end == known), f"row {row} draws at {end} of {known} tokens")
+        if self._num_stages > 1:
+            waits = any(state in drawing for drawing in self._drawing.values())
+            self._expect(not waits, f"row {row} computes a token that is not back")
         self._expect(known < self._max_model_len, f"row {row} has {known} tokens")
         self._expect(len(state.table) == -(-end // self._block_size), f"row {row}: {len(state.table)} blocks for {end}")
         self._expect(len(set(state.table)) == len(state.table), f"row {row} holds a block twice: {state.table}")
@@ -300,6 +315,8 @@ class PagedFakeWorker:
     max_num_seqs: int = 8
     budget: int = 64
     depth: int = 1
+    num_stages: int = 1
+    """With several, it learns from steps alone what was drawn, as a first stage does."""
     forced: Forced = field(default_factory=dict)
     fail_steps: set[int] = field(default_factory=set)
     """Steps that raise and leave poison where they were to write."""
@@ -314,14 +331,15 @@ class PagedFakeWorker:
 
     def __post_init__(self) -> None:
         self.kv = np.full((self.num_blocks, self.block_size), POISON, np.uint64)
-        self.checker = StepChecker(self.block_size, self.max_model_len, self.max_num_seqs, self.budget)
+        self.checker = StepChecker(self.block_size, self.max_model_len, self.max_num_seqs, self.budget, self.num_stages)
         self._rows: dict[int, _Row] = {}
         self._drawing: list[tuple[_Row, npt.NDArray[np.uint64]]] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo:
         report(1, 1)
-        return WorkerInfo(self.num_blocks, self.max_model_len, VOCAB_SIZE, "none", "fake", 0, 0, self.depth)
+        shape = (self.num_blocks, self.max_model_len, VOCAB_SIZE, "none", "fake", 0, 0)
+        return WorkerInfo(*shape, max_steps_in_flight=self.depth, num_stages=self.num_stages)
 
     def issue(self, step: SchedulerOutput) -> None:
         self.steps.append(step)
@@ -333,7 +351,7 @@ class PagedFakeWorker:
         self._step = step
         self._drawing = []
         self._prompt_logprobs = []
-        _apply_diff(self._rows, step)
+        _apply_diff(self._rows, step, self.num_stages)
         schedule = list(
             zip(step.rows.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist(), strict=True)
         )
@@ -350,7 +368,7 @@ class PagedFakeWorker:
                 self._drawing.append((state, cells))
             self._tell_prompt(row, state, start, start + count)
         if failing:
-            for state, _ in self._drawing:
+            for state, _ in self._drawing if self.num_stages == 1 else ():
                 state.token_ids.append(EOS)  # of some token, the step after it computes
             self.checker.returned(step.step_id)
             self.num_failed += 1
@@ -363,7 +381,8 @@ class PagedFakeWorker:
             forced = self.forced.get(state.sampling.seed, {})
             allowed = _allowed(mask, place)
             token_id = draw(cells, state.num_prompt_tokens, state.sampling, forced, allowed) if allowed else -1
-            state.token_ids.append(token_id)  # the next step may come before the core knows it
+            if self.num_stages == 1:
+                state.token_ids.append(token_id)  # the next step may come before the core knows it
             drawn.append(token_id)
             if state.sampling.logprobs is not None:
                 asking.append((place, len(cells), token_id, state.sampling.logprobs))

@@ -12,6 +12,7 @@ import numpy as np
 from core_proc.kv_cache import KVCache
 from core_proc.request import Request, State, make_request
 from core_proc.scheduler import Scheduler, StepInFlight
+from core_proc.shares import StepShares
 from protos.config import SchedulerOptions
 from protos.messages import Admitted, EngineCoreRequest, Finished, FinishReason, GrammarSpec, Sampling, Sibling
 from tests.fakes import EOS, VOCAB_SIZE, InjectedError, PagedFakeWorker, Reference, logprob
@@ -122,18 +123,21 @@ class Harness:
         max_model_len: int | None = None,
         prefill_cap: int = 0,
         depth: int = 1,
+        pipeline: bool = False,
         prefix_caching: bool = True,
     ) -> None:
         max_model_len = max_model_len or (num_blocks - 1) * block_size
         self.clock = ManualClock()
         self.depth = depth
-        self.worker = PagedFakeWorker(num_blocks, block_size, max_model_len, max_num_seqs, budget, depth)
+        num_stages = depth if pipeline else 1
+        self.worker = PagedFakeWorker(num_blocks, block_size, max_model_len, max_num_seqs, budget, depth, num_stages)
         self.kv_cache = KVCache(num_blocks, block_size, prefix_caching)
         self.pool = self.kv_cache.pool
         options = SchedulerOptions(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, long_prefill_threshold=prefill_cap
         )
-        self.scheduler = Scheduler(options, self.kv_cache, max_model_len, (EOS,), VOCAB_SIZE, self.clock)
+        shares = StepShares(depth) if pipeline else None
+        self.scheduler = Scheduler(options, self.kv_cache, max_model_len, (EOS,), VOCAB_SIZE, self.clock, shares)
         self.table = self.scheduler.table
         self.in_flight: deque[StepInFlight] = deque()
         self.masks: deque[GrammarMask | None] = deque()

@@ -40,8 +40,11 @@ class RandomUser:
         "_new_weights": 0.5,
     }
 
-    def __init__(self, seed: int, depth: int, *, failures: bool = False, poison: bool = False) -> None:
-        self._name = f"{type(self).__name__}(seed={seed}, depth={depth}, failures={failures}, poison={poison})"
+    def __init__(
+        self, seed: int, depth: int, *, failures: bool = False, poison: bool = False, pipeline: bool = False
+    ) -> None:
+        options = f"failures={failures}, poison={poison}, pipeline={pipeline}"
+        self._name = f"{type(self).__name__}(seed={seed}, depth={depth}, {options})"
         self._random = random.Random(seed)
         rng = self._random
         self.harness = Harness(
@@ -50,6 +53,7 @@ class RandomUser:
             max_num_seqs=rng.choice([2, 4, 8]),
             prefill_cap=rng.choice([0, 3, 64]),
             depth=depth,
+            pipeline=pipeline,
         )
         self.streams: list[Stream] = []
         self.guilty: list[Stream] = []

@@ -61,3 +61,15 @@ def test_requests_that_make_steps_fail_end_and_no_others(depth: int) -> None:
     reasons = [stream.reason for user in users for stream in user.streams]
     assert reasons.count(FinishReason.ERROR) > 20
     assert reasons.count(FinishReason.MAX_TOKENS) > 100
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_stages_learn_all_tokens_from_steps_and_compute_none_before_it_is_back(depth: int) -> None:
+    users = [RandomUser(seed, depth, pipeline=True) for seed in (400, 401, 402, 1067, 1233)]
+    users += [ImpatientUser(seed, depth, pipeline=True) for seed in range(405, 408)]
+    users += [RandomUser(seed, depth, failures=True, pipeline=True) for seed in range(408, 411)]
+    users += [RandomUser(seed, depth, poison=True, pipeline=True) for seed in range(411, 414)]
+    for user in users:
+        user.play(300)
+    assert sum(user.harness.table.stats(0, 0).preemptions for user in users) > 100
+    assert sum(len(stream.token_ids) for user in users for stream in user.streams) > 2000

@@ -87,6 +87,13 @@ def test_drawn_tokens_are_what_the_next_step_computes():
     assert forward.input_ids.tolist() == [78, 77]
 
 
+def test_tokens_that_another_stage_drew_come_with_the_step():
+    batch = make_batch()
+    later = step(ints(1, 4), ints(20, 5), ints(20, 1), [True, True], last_ids=ints(139, 88))
+    batch.apply(later)
+    assert batch.forward_batch(later, []).input_ids.tolist() == [*range(120, 140), 88]
+
+
 def test_a_step_keeps_its_tensors_when_the_batch_changes():
     batch = make_batch()
     forward = batch.forward_batch(step(ints(1, 4), ints(39, 4), ints(1, 1), [True, True]), [])
