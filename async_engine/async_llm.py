@@ -4,43 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import time
 import uuid
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from async_engine.admission import Admission
-from async_engine.core_client import CoreClient, pinned
+from async_engine.core_group import CoreGroup, start_cores
 from async_engine.core_request import core_request
+from async_engine.core_source import local_core
 from async_engine.input_processor import Accepted, InputProcessor
 from async_engine.output_processor import OutputProcessor
 from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
-from async_engine.recovery import Recovery
 from async_engine.request_state import RequestState
 from async_engine.served_model import open_model
 from async_engine.stream import RequestStream
 from protos.config import AdmissionOptions
-from protos.errors import (
-    CoreDiedError,
-    DuplicateRequestError,
-    RequestFailedError,
-    TailraceError,
-    UnavailableError,
-)
-from protos.messages import NO_STATS, Abort, Control, Finished, FinishReason
+from protos.errors import CoreDiedError, DuplicateRequestError, TailraceError, UnavailableError
+from protos.messages import Finished, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
+    from async_engine.core_client import CoreClient
+    from async_engine.core_source import CoreSource
     from async_engine.outputs import OutputSink
     from async_engine.request import GenerationRequest
     from async_engine.served_model import ServedModel
     from protos.config import EngineConfig
-    from protos.messages import ControlOp, CoreStats
-
-
-logger = logging.getLogger(__name__)
+    from protos.messages import CoreReady, CoreStats
 
 DEFAULT_CORE_RESTARTS = 5
 DEFAULT_ADMISSION = AdmissionOptions()
@@ -50,50 +42,38 @@ class AsyncLLM:
     """Submits requests to a core process and routes what comes back.
 
     A core that dies is replaced, up to `max_core_restarts` times in a row, and every live request goes on where it
-    was. Observers: `on_begin(state)` is told every request that comes, `on_end(state, finished)` every one that is
-    over, `on_stats(stats)` how the core does. `keep_text` keeps prompts and outputs for them.
+    was, in another core if there are several. Observers: `on_begin(state)` is told every request that comes,
+    `on_end(state, finished)` every one that is over, `on_stats(stats)` how the cores do together. `keep_text` keeps
+    prompts and outputs for them.
     """
 
     def __init__(
         self,
         model: ServedModel,
-        core: CoreClient,
-        start_core: Callable[[], Awaitable[CoreClient]],
+        cores: Sequence[tuple[CoreSource, CoreClient]],
         admission: AdmissionOptions,
         max_core_restarts: int = DEFAULT_CORE_RESTARTS,
     ) -> None:
-        """`start_core` makes the next core when one dies."""
+        """`cores` are there, each with the way to the next one in its place."""
         self.model = model
-        self.core = core
-        self.stats = NO_STATS
-        """What the core told last, with the totals of the cores before it."""
-        self._past_stats = NO_STATS
-        self.recovering = False
-        """The core has died and another one is starting."""
-        self.error: TailraceError | None = None
-        """Why the engine cannot go on; None while it can."""
-        self._start_core = start_core
         self.on_begin: list[Callable[[RequestState], None]] = []
         self.on_end: list[Callable[[RequestState, Finished], None]] = []
         self.on_stats: list[Callable[[CoreStats], None]] = []
         self.keep_text = False
         self.draining = False
-        self._pause: ControlOp | None = None
         self.drained = asyncio.Event()
         """Set when no request is live any more and none will be."""
-        self.input = InputProcessor(model, core.ready.max_model_len, admission.queue_timeout or None)
-        self._admission = Admission(admission, core.ready.max_num_seqs)
-        self.on_stats.append(self._admission.observe)
-        self.output_processor = OutputProcessor(
-            on_stop=self._abort_stopped, on_admitted=self._admission.unqueue, on_end=self._ended
+        self.output_processor = OutputProcessor(on_admitted=self._admitted, on_end=self._ended)
+        self.cores = CoreGroup(
+            cores, self.output_processor, self._is_live, self._observe, model.vocabulary, max_core_restarts
         )
-        self.recovery = Recovery(self.output_processor, self._is_live, max_core_restarts)
+        self.input = InputProcessor(model, self.ready.max_model_len, admission.queue_timeout or None)
+        self._admission = Admission(admission, self.ready.max_num_seqs)
         self._live: dict[str, RequestState] = {}
         self._num_handles = 0
-        self._telling_vocabulary: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
-        self._output_task = asyncio.create_task(self._process_outputs(), name="output-processor")
+        self._output_task = asyncio.create_task(self.cores.run(), name="output-processor")
 
     @classmethod
     async def start(
@@ -108,26 +88,20 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Starts a core process for the configured model. Raises StartupError, one line, if that fails.
 
-        The tokenizer is read while the core loads the weights. A core that is silent for `hang_timeout` seconds
+        The tokenizer is read while the cores load the weights. A core that is silent for `hang_timeout` seconds
         is taken for dead.
         """
         eos_token_ids, loading = await open_model(config.model.model, served_name)
         try:
-            core = await CoreClient.start(config, eos_token_ids, on_progress, hang_timeout)
+            cores = await start_cores([local_core("the core", config, eos_token_ids, hang_timeout)], on_progress)
         except BaseException:
             loading.cancel()
             raise
-        same = pinned(config, core.ready)
         try:
-            return cls(
-                await loading,
-                core,
-                lambda: CoreClient.start(same, eos_token_ids, None, hang_timeout),
-                admission,
-                max_core_restarts,
-            )
+            return cls(await loading, cores, admission, max_core_restarts)
         except BaseException:
-            await core.close(grace=0)
+            for _, core in cores:
+                await core.close(grace=0)
             raise
 
     async def __aenter__(self) -> AsyncLLM:
@@ -138,6 +112,31 @@ class AsyncLLM:
 
     def _is_live(self, state: RequestState) -> bool:
         return self._live.get(state.request_id) is state
+
+    @property
+    def core(self) -> CoreClient:
+        """The first core, where one is as good as another."""
+        return self.cores.slots[0].core
+
+    @property
+    def ready(self) -> CoreReady:
+        """What the cores hold together; `max_model_len` is of each."""
+        return self.cores.ready
+
+    @property
+    def stats(self) -> CoreStats:
+        """What the cores told last, together, with the totals of the cores before them."""
+        return self.cores.stats
+
+    @property
+    def recovering(self) -> bool:
+        """Every core has died, and others are starting."""
+        return not self.cores.is_up
+
+    @property
+    def error(self) -> TailraceError | None:
+        """Why the engine cannot go on; None while it can."""
+        return self.cores.error
 
     @property
     def num_live(self) -> int:
@@ -204,7 +203,7 @@ class AsyncLLM:
         """
         accepted = await self.input.accept(request, state)
         if accepted.params.grammar is not None:
-            await self._tell_vocabulary()
+            await self.cores.tell_vocabulary()
         if self.error is not None:
             raise self.error.with_traceback(None)
         if state.cancelled:
@@ -218,10 +217,9 @@ class AsyncLLM:
             self._admission.queue(state, len(accepted.prompt_token_ids) + len(request.resume_token_ids))
             state.sent_at = time.monotonic()
             elapsed = state.sent_at - state.arrival_time
-            state.message = core_request(state, accepted, self.model, self.core.ready.max_model_len, elapsed)
+            state.message = core_request(state, accepted, self.model, self.ready.max_model_len, elapsed)
             self.output_processor.sequences |= {sequence.handle: sequence for sequence in state.sequences}
-            if not self.recovering:  # else the next core is told of it with the others
-                self.core.send(state.message)
+            self.cores.submit(state)
         return accepted
 
     def release(self, state: RequestState) -> None:
@@ -245,35 +243,26 @@ class AsyncLLM:
 
     async def progress(self, state: RequestState) -> Progress:
         """Where a request is that has not sent anything lately."""
-        try:
-            answer = await self.core.call("progress", state.handle)
-        except CoreDiedError:  # it starts over
-            return Progress(0, 0)
+        answer = await self.cores.progress(state)
         return Progress(*answer) if answer else Progress(0, state.prompt_tokens)
 
     # The engine's life ------------------------------------------------------------------------
 
     @property
     def paused(self) -> bool:
-        return self._pause is not None
+        return self.cores.paused
 
     async def pause(self, *, freeze: bool) -> None:
         """Admits nothing new until `resume`, or with `freeze` works on nothing at all. Streams stay open."""
-        self._pause = "freeze" if freeze else "pause"
-        await self._tell_pause(self._pause)
+        await self.cores.pause("freeze" if freeze else "pause")
 
     async def resume(self) -> None:
         """Undoes `pause`."""
-        self._pause = None
-        await self._tell_pause("resume")
-
-    async def _tell_pause(self, op: ControlOp) -> None:
-        if not self.recovering:  # else the next core is told of it
-            await self.core.call(op)
+        await self.cores.pause("resume")
 
     async def reset_prefix_cache(self, restart_running: bool) -> bool:
         """Forgets what is cached; False if a block is in use, unless what runs may start over."""
-        return bool((await self.core.call("reset_prefix_cache", int(restart_running)))[0])
+        return await self.cores.reset_prefix_cache(restart_running)
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the live ones, at most so long; what is left then fails. How many did."""
@@ -289,86 +278,18 @@ class AsyncLLM:
         return num_left
 
     async def close(self) -> None:
-        """Stops the core. Requests still live fail with UnavailableError. Idempotent."""
+        """Stops the cores. Requests still live fail with UnavailableError. Idempotent."""
         self.draining = True
         self._output_task.cancel()
         await asyncio.wait([self._output_task])
         self.output_processor.fail_all(UnavailableError("the engine was closed"))
-        await self.core.close()
+        await self.cores.close()
         self.model.tokenizer.close()
 
     async def died(self) -> TailraceError:
         """Waits until the engine cannot go on, and says why."""
         await asyncio.wait([self._output_task])
         return self.error or CoreDiedError("the output processor stopped")
-
-    async def _process_outputs(self) -> None:
-        """The output-processor task: the only reader of the core's outputs. Its end ends every request."""
-        try:
-            while self.error is None:
-                try:
-                    await self._read_core()
-                except TailraceError as error:
-                    await self._recover(error)
-        except Exception:
-            logger.exception("the output processor failed")
-            self.error = RequestFailedError("the output processor failed")
-        assert self.error is not None
-        self.output_processor.fail_all(self.error)
-
-    async def _read_core(self) -> NoReturn:
-        """Takes in what the core brings, until that dies: raises what it died of."""
-        while True:
-            outputs = await self.core.outputs()
-            self.output_processor.process(outputs)
-            if outputs.handles or outputs.finished:
-                for message in self.recovery.core_works():
-                    self.core.send(message)
-            if outputs.stats is not None:
-                self.stats = outputs.stats.after(self._past_stats)
-                for callback in self.on_stats:
-                    callback(self.stats)
-            # Readers run between two messages, however fast the core is.
-            await asyncio.sleep(0)
-
-    async def _recover(self, error: TailraceError) -> None:
-        """Replaces a dead core and lets it continue every live request. Sets `error` if there is to be no other."""
-        self.recovering = True
-        self._past_stats = self.stats
-        self.recovery.core_died(self.core.entering, self.core.was_killed)
-        await self.core.close(grace=0)
-        while self.recovering:
-            delay = self.recovery.next_delay()
-            if delay is None:
-                self.error = error
-                return
-            logger.error("%s; starting another in %.1f s", error, delay)
-            await asyncio.sleep(delay)
-            try:
-                self.core = await self._start_core()
-            except TailraceError as failure:
-                error = failure
-                continue
-            if self._pause is not None:
-                self.core.send(Control(0, self._pause))
-            if self._telling_vocabulary is not None:
-                self.core.send(await asyncio.to_thread(self.model.vocabulary))
-            # No await from here on: what was submitted meanwhile is told with the others.
-            self.recovering = False
-        for message in self.recovery.resume():
-            self.core.send(message)
-
-    async def _tell_vocabulary(self) -> None:
-        """The core learns what tokens spell when the first grammar needs it."""
-
-        async def tell() -> None:
-            self.core.send(await asyncio.to_thread(self.model.vocabulary))
-
-        task = self._telling_vocabulary
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            self._telling_vocabulary = asyncio.create_task(tell())
-        assert self._telling_vocabulary is not None
-        await asyncio.shield(self._telling_vocabulary)
 
     def _abort_unfinished(self, state: RequestState) -> bool:
         """Ends in the core what has not ended here; False if the core knows nothing of it."""
@@ -378,11 +299,16 @@ class AsyncLLM:
             if sequence.finish is None and sequence.handle in self.output_processor.sequences
         ]
         if handles:
-            self.core.send(Abort(handles))
+            self.cores.abort(state, handles)
         return bool(handles)
 
-    def _abort_stopped(self, handles: list[int]) -> None:
-        self.core.send(Abort(handles, stopped=True))
+    def _admitted(self, state: RequestState) -> None:
+        self._admission.unqueue(state)
+
+    def _observe(self, stats: CoreStats) -> None:
+        self._admission.observe(stats)
+        for callback in self.on_stats:
+            callback(stats)
 
     def _ended(self, state: RequestState, finished: Finished) -> None:
         for callback in self.on_end:

@@ -103,7 +103,7 @@ class AttachCall:
 
     async def _start(self, spec: pb.GenerationSpec, sink: AttachSink) -> None:
         try:
-            limit = self._llm.core.ready.max_model_len
+            limit = self._llm.ready.max_model_len
             request = from_proto.to_request(spec, sink.state.caller, self._context.time_remaining(), limit)
             accepted = await self._llm.submit(sink.state, request)
         except TailraceError as error:

@@ -47,7 +47,7 @@ async def beam_search(
         raise InvalidRequestError("max_tokens", f"must be at least 1, not {max_tokens}")
     eos = set(llm.model.eos_token_ids)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=2 * width)
-    room = llm.core.ready.max_model_len - len(prompt)
+    room = llm.ready.max_model_len - len(prompt)
     beams = [Beam([], 0.0)]
     ended: list[Beam] = []
     for _ in range(min(max_tokens, max(1, room))):

@@ -40,7 +40,7 @@ def serve(config: ServeConfig) -> int:
     logging.basicConfig(level=config.server.log_level.upper(), handlers=[log])
 
     def ready(llm: AsyncLLM, server: Server) -> None:
-        held = describe(llm.core.ready)
+        held = describe(llm.ready)
         seconds = time.monotonic() - start
         if server.admin_address:
             sys.stdout.write(f"operators' service on {server.admin_address}\n")

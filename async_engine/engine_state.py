@@ -28,6 +28,6 @@ def engine_state(llm: AsyncLLM, step_timeout: float) -> EngineState:
         return EngineState.DRAINING
     if llm.recovering:
         return EngineState.RECOVERING
-    if llm.core.silent_seconds > step_timeout:
+    if llm.cores.silent_seconds > step_timeout:
         return EngineState.HUNG
     return EngineState.PAUSED if llm.paused else EngineState.SERVING

@@ -121,7 +121,7 @@ class LLM:
     async def _generate(self, requests: list[GenerationRequest]) -> list[RequestOutput]:
         # No more sequences than the engine admits at once; the rest wait here rather than being refused.
         most = max((request.params.n for request in requests), default=1)
-        slots = asyncio.Semaphore(max(1, self._llm.core.ready.max_num_seqs * 2 // max(1, most)))
+        slots = asyncio.Semaphore(max(1, self._llm.ready.max_num_seqs * 2 // max(1, most)))
         bar = tqdm(total=len(requests), desc="generating", unit="prompt", disable=None if self._progress else True)
 
         async def one(request: GenerationRequest) -> RequestOutput:

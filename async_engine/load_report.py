@@ -70,7 +70,7 @@ class LoadReportInterceptor(HandlerInterceptor):
         return self._report
 
     def _make(self) -> pb.LoadReport:
-        stats, sequences = self._llm.stats, self._llm.core.ready.max_num_seqs
+        stats, sequences = self._llm.stats, self._llm.ready.max_num_seqs
         return pb.LoadReport(
             mem_utilization=stats.kv_usage,
             rps_fractional=self._ended.value,

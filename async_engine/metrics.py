@@ -58,12 +58,12 @@ class Metrics:
         live = self._gauge("tailrace_live_requests", "Requests the front end knows.")
         live.set_function(lambda: llm.num_live)
         silence = self._gauge("tailrace_core_silent_seconds", "Since the core was last heard of: its step's age.")
-        silence.set_function(lambda: llm.core.silent_seconds)
+        silence.set_function(lambda: llm.cores.silent_seconds)
         self._finished = Counter(
             "tailrace_requests_finished", "Requests that are over.", ["reason"], registry=self.registry
         )
         restarts = self._gauge("tailrace_core_restarts", "Cores started to replace one that died.")
-        restarts.set_function(lambda: llm.recovery.num_restarts)
+        restarts.set_function(lambda: llm.cores.num_restarts)
         self._merged = Counter(
             "tailrace_merged_tokens", "Tokens that joined a delta their reader had not taken.", registry=self.registry
         )

@@ -27,7 +27,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
         self._llm = llm
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        model, core = self._llm.model, self._llm.core.ready
+        model, core = self._llm.model, self._llm.ready
         tokenizer, defaults = model.tokenizer, model.defaults
         tool_format, reasoning_format = detect_formats(tokenizer.chat_template or "")
         return pb.ListModelsResponse(
@@ -64,7 +64,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         self._llm.input.check_model(request.model)
-        limit = self._llm.core.ready.max_model_len
+        limit = self._llm.ready.max_model_len
         if len(request.token_ids) > limit:
             raise InvalidRequestError("token_ids", f"{len(request.token_ids)} are more than the context of {limit}")
         token_ids = list(request.token_ids)

@@ -36,24 +36,22 @@ _FAILURES: dict[FinishReason, type[TailraceError]] = {
 class OutputProcessor:
     """The only loop over tokens in the front end.
 
-    `on_stop(handles)` is told the sequences that are over here and must end in the core;
-    `on_admitted(state)` each request that a core has admitted, `on_end(state, finished)` each that is over.
+    `on_admitted(state)` is told each request that a core has admitted, `on_end(state, finished)` each that is over.
     """
 
     def __init__(
         self,
-        on_stop: Callable[[list[int]], None],
         on_admitted: Callable[[RequestState], None],
         on_end: Callable[[RequestState, Finished], None],
     ) -> None:
         self.sequences: dict[int, SequenceState] = {}
         """By handle, from before the request is sent to the core until the core has ended it."""
-        self._on_stop = on_stop
         self._on_admitted = on_admitted
         self._on_end = on_end
 
-    def process(self, outputs: EngineCoreOutputs) -> None:
-        """Takes in one message. Unknown handles are those of requests nobody waits for."""
+    def process(self, outputs: EngineCoreOutputs) -> list[int]:
+        """Takes in one message. Unknown handles are those of requests nobody waits for. Returns the handles of
+        sequences that are over here and must end in the core."""
         sequences = self.sequences
         for admitted in outputs.admitted:
             sequence = sequences.get(admitted.handle)
@@ -92,23 +90,27 @@ class OutputProcessor:
             sequence = sequences.pop(finished.handle, None)
             if sequence is not None:
                 stopped += self._end(sequence, finished)
-        if stopped:
-            self._on_stop(stopped)
+        return stopped
 
-    def core_died(self, is_live: Callable[[RequestState], bool]) -> list[RequestState]:
-        """The requests that another core is to continue. The others end: those that nobody waits for any more, and
-        those that were complete, or given up, and whose end the core had yet to tell."""
-        for sequence in list(self.sequences.values()):
-            request = sequence.request
-            if not is_live(request) or request.cancelled:
-                reason = FinishReason.ABORTED
-            elif sequence.finish is not None:
-                reason = sequence.finish.reason
-            else:
+    def requests_in(self, core: int | None) -> list[RequestState]:
+        """Of the core with this number, or of none, in order of arrival."""
+        requests = {sequence.request: None for sequence in self.sequences.values()}
+        return [request for request in requests if request.core == core]
+
+    def goes_on(self, request: RequestState, is_live: Callable[[RequestState], bool]) -> bool:
+        """Whether a core is to continue a request whose core is gone. Its sequences that nobody waits for any more end,
+        and so do those that were complete, or given up, and whose end the core had yet to tell."""
+        left = [sequence for sequence in request.sequences if sequence.handle in self.sequences]
+        is_wanted = is_live(request) and not request.cancelled
+        goes_on = False
+        for sequence in left:
+            if is_wanted and sequence.finish is None:
+                goes_on = True
                 continue
+            reason = sequence.finish.reason if is_wanted and sequence.finish is not None else FinishReason.ABORTED
             del self.sequences[sequence.handle]
             self._end(sequence, Finished(sequence.handle, reason))
-        return list({sequence.request: None for sequence in self.sequences.values()})
+        return goes_on
 
     def fail(self, request: RequestState, error: TailraceError) -> None:
         """Ends one request as a whole."""

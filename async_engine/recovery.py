@@ -6,6 +6,10 @@ which a core had just begun when it died are suspects: they come back one at a t
 not share their fate. One that alone was beginning when a core crashed, twice and without a token in between,
 is given up. A core that was killed from outside says little about its requests, but memory that runs out
 looks the same: such deaths count less.
+
+Where there are several cores, all but the suspects go on in another one at once. Suspects come back to the core
+that takes the place of the one they died with: whatever they do, they do it to one core. Only if that place stays
+empty does another core try them.
 """
 
 from __future__ import annotations
@@ -34,32 +38,41 @@ MAX_BACKOFF_SECONDS = 30.0
 
 
 class Recovery:
-    """What the cores that died were doing, and what the next one is told.
+    """What the cores that died in one place were doing, and what the next one there is told.
 
-    `is_live` tells whether somebody still waits for a request; a core may be replaced `most_in_vain` times in a
-    row without having done anything.
+    The place is that of the core numbered `core`. `is_live` tells whether somebody still waits for a request; a core
+    may be replaced `most_in_vain` times in a row without having done anything.
     """
 
-    def __init__(self, processor: OutputProcessor, is_live: Callable[[RequestState], bool], most_in_vain: int) -> None:
+    def __init__(
+        self,
+        processor: OutputProcessor,
+        is_live: Callable[[RequestState], bool],
+        most_in_vain: int,
+        core: int = 0,
+    ) -> None:
         self._processor = processor
         self._is_live = is_live
         self._most_in_vain = most_in_vain
+        self._core = core
         self._in_vain = 0
         self.num_restarts = 0
         self._suspects: deque[RequestState] = deque()
         self._tried: RequestState | None = None
         """The suspect that the core has been told of last."""
 
-    def next_delay(self) -> float | None:
-        """Seconds to wait before the next core is started; None if there is to be none."""
-        if self._in_vain >= self._most_in_vain:
+    def next_delay(self, others_serve: bool = False) -> float | None:
+        """Seconds to wait before the next core is started; None if there is to be none. While others serve there always
+        is, if any core may be replaced at all."""
+        if self._in_vain >= self._most_in_vain and not (others_serve and self._most_in_vain):
             return None
         self._in_vain += 1
         self.num_restarts += 1
-        return 0.0 if self._in_vain == 1 else min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2**self._in_vain)
+        return 0.0 if self._in_vain == 1 else min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** min(self._in_vain, 16))
 
-    def core_died(self, entering: Iterable[int], was_killed: bool) -> None:
-        """Suspicion falls on the requests it had just begun with, whose handles are `entering`."""
+    def core_died(self, entering: Iterable[int], was_killed: bool) -> list[RequestState]:
+        """Suspicion falls on the requests it had just begun with, whose handles are `entering`. Returns the others that
+        are to go on."""
         known = self._processor.sequences
         requests = {known[handle].request: None for handle in entering if handle in known}
         suspects = [request for request in requests if not request.has_progressed]
@@ -71,15 +84,18 @@ class Recovery:
                 self._processor.fail(request, RequestFailedError("the core died each time it began with this request"))
             elif request not in self._suspects:
                 self._suspects.append(request)
+        going_on: list[RequestState] = []
+        for request in self._processor.requests_in(self._core):
+            if self._processor.goes_on(request, self._is_live):
+                if request.has_progressed:
+                    request.strikes = 0
+                request.has_progressed = False
+                if request not in self._suspects:
+                    going_on.append(request)
+        return going_on
 
-    def resume(self) -> Iterator[EngineCoreRequest]:
-        """All that a new core is to go on with, but for the suspects: they come one at a time."""
-        for request in self._processor.core_died(self._is_live):
-            if request.has_progressed:
-                request.strikes = 0
-            request.has_progressed = False
-            if request not in self._suspects:
-                yield from resubmissions(request)
+    def core_started(self) -> Iterator[EngineCoreRequest]:
+        """There is a new core. The suspects come one at a time."""
         yield from self._try_next()
 
     def core_works(self) -> Iterator[EngineCoreRequest]:
@@ -89,6 +105,20 @@ class Recovery:
         if tried is None or tried.has_progressed or not self._is_in_core(tried):
             yield from self._try_next()
 
+    def give_suspects_away(self) -> list[RequestState]:
+        """For another core to try them."""
+        suspects = list(self._suspects)
+        self._suspects.clear()
+        return suspects
+
+    def take_suspects(self, suspects: Iterable[RequestState]) -> Iterator[EngineCoreRequest]:
+        """Of a core that is not to be had any more."""
+        for request in suspects:
+            request.core = self._core
+            self._suspects.append(request)
+        if self._tried is None:
+            yield from self._try_next()
+
     def _is_in_core(self, request: RequestState) -> bool:
         return self._is_live(request) and any(each.handle in self._processor.sequences for each in request.sequences)
 
@@ -96,7 +126,7 @@ class Recovery:
         self._tried = None
         while self._suspects and self._tried is None:
             request = self._suspects.popleft()
-            if self._is_in_core(request):
+            if self._processor.goes_on(request, self._is_live):
                 self._tried = request
                 yield from resubmissions(request)
 

@@ -39,6 +39,8 @@ class RequestState:
         self.message: EngineCoreRequest | None = None
         """As the core was first told of it; None before that."""
         self.sent_at = 0.0
+        self.core: int | None = None
+        """Number of the core it is in; None while it waits for one."""
         self.started = False
         """Whether a core has admitted it."""
         self.has_progressed = False

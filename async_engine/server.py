@@ -154,7 +154,7 @@ class Server:
         if serving is self._health.is_serving:
             return
         if state is EngineState.HUNG:
-            logger.error("the core has been silent for %.1f s", self._llm.core.silent_seconds)
+            logger.error("the core has been silent for %.1f s", self._llm.cores.silent_seconds)
         self._health.set(serving)
 
 

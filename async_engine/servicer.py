@@ -72,7 +72,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> AsyncIterator[tuple[RequestStream, to_proto.Answer]]:
         """One request's events, and what turns them into messages; the request is aborted on exit."""
         who = caller(context, spec.scheduling.session_id)
-        request = from_proto.to_request(spec, who, context.time_remaining(), self._llm.core.ready.max_model_len)
+        request = from_proto.to_request(spec, who, context.time_remaining(), self._llm.ready.max_model_len)
         stream = RequestStream(
             len(request.resume_token_ids),
             from_proto.coalesce(spec),

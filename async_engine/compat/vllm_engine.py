@@ -57,7 +57,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     # Generation -------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        limit = self._llm.core.ready.max_model_len
+        limit = self._llm.ready.max_model_len
         generation = to_request(request, caller(context), context.time_remaining(), limit)
         async with opened(self._llm, generation, request.request_id, whole=not request.stream) as (stream, accepted):
             answer = Answer(accepted.prompt_token_ids)
@@ -94,7 +94,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return pb.HealthCheckResponse(healthy=state is EngineState.SERVING, message=state.name.lower())
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        model, limit = self._llm.model, self._llm.core.ready.max_model_len
+        model, limit = self._llm.model, self._llm.ready.max_model_len
         defaults = {name: getattr(model.defaults, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         is_directory = await asyncio.to_thread(Path(model.path).is_dir)
         return pb.GetModelInfoResponse(
@@ -113,7 +113,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.GetServerInfoResponse:
-        core = self._llm.core.ready
+        core = self._llm.ready
         return pb.GetServerInfoResponse(
             active_requests=self._llm.num_live,
             is_paused=self._llm.paused,
@@ -136,7 +136,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     # Load -------------------------------------------------------------------------------------
 
     async def GetLoads(self, request: pb.GetLoadsRequest, context: Any) -> pb.GetLoadsResponse:
-        stats, core = self._llm.stats, self._llm.core.ready
+        stats, core = self._llm.stats, self._llm.ready
         load = pb.SchedulerLoad(
             num_running_reqs=stats.running,
             num_waiting_reqs=stats.waiting,
@@ -167,7 +167,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 await asyncio.wait_for(self._llm.drained.wait(), LOAD_INTERVAL)
 
     def _load(self, sample: int, tokens_per_second: float) -> common.EngineLoad:
-        stats, core = self._llm.stats, self._llm.core.ready
+        stats, core = self._llm.stats, self._llm.ready
         return common.EngineLoad(
             running_requests=stats.running,
             waiting_requests=stats.waiting,
@@ -179,7 +179,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             cache_hit_rate=self._hit_rate,
             num_used_tokens=int(stats.kv_usage * core.kv_capacity_tokens),
             max_total_num_tokens=core.kv_capacity_tokens,
-            engine_silence_ms=int(self._llm.core.silent_seconds * 1000),
+            engine_silence_ms=int(self._llm.cores.silent_seconds * 1000),
         )
 
     @property

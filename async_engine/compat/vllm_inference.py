@@ -80,7 +80,7 @@ class InferenceServicer(vllm_inference_pb2_grpc.InferenceServicer):
     def _generation(self, request: pb.GenerateRequest, context: Any) -> GenerationRequest:
         # We tell them the path for the model's id.
         model = "" if request.model == self._llm.model.path else request.model
-        who, limit = caller(context, request.session_id, "session_id"), self._llm.core.ready.max_model_len
+        who, limit = caller(context, request.session_id, "session_id"), self._llm.ready.max_model_len
         return to_request(request, model, who, context.time_remaining(), limit)
 
 
@@ -92,7 +92,7 @@ class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
         self._instance_id = uuid.uuid4().hex
 
     async def GetServerInfo(self, request: control.GetServerInfoRequest, context: Any) -> control.ServerInfo:
-        core = self._llm.core.ready
+        core = self._llm.ready
         return control.ServerInfo(
             engine_version=importlib.metadata.version("tailrace"),
             api_version=API_VERSION,

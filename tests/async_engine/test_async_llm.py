@@ -255,7 +255,7 @@ def test_request_given_up_while_the_vocabulary_is_told_does_not_take_it_from_oth
     async def main():
         async with await engine() as llm:
             first = asyncio.create_task(collect(llm, CONSTRAINED))
-            await until(lambda: llm._telling_vocabulary is not None)
+            await until(lambda: llm.cores._telling_vocabulary is not None)
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first

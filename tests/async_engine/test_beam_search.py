@@ -28,7 +28,7 @@ class ScriptedLLM:
 
     def __init__(self, max_model_len=100):
         self.model = SimpleNamespace(eos_token_ids=(EOS,))
-        self.core = SimpleNamespace(ready=SimpleNamespace(max_model_len=max_model_len))
+        self.ready = SimpleNamespace(max_model_len=max_model_len)
         self.num_requests = 0
 
     async def generate(self, request):

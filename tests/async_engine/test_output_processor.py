@@ -59,7 +59,7 @@ class Rig:
 
     def __init__(self):
         self.stopped, self.admitted, self.ended, self.finished = [], [], [], []
-        self.processor = OutputProcessor(self.stopped.extend, self.admitted.append, self._on_end)
+        self.processor = OutputProcessor(self.admitted.append, self._on_end)
 
     def _on_end(self, state, finished):
         self.ended.append(state.handle)
@@ -90,7 +90,7 @@ class Rig:
         return sink
 
     def process(self, tokens=(), admitted=(), finished=(), **columns):
-        self.processor.process(
+        self.stopped += self.processor.process(
             EngineCoreOutputs(
                 handles=np.array([handle for handle, _ in tokens], "<i8").tobytes(),
                 token_ids=np.array([token for _, token in tokens], "<i4").tobytes(),

@@ -7,7 +7,7 @@ import pytest
 
 from async_engine.output_processor import OutputProcessor
 from async_engine.outputs import SequenceFinish
-from async_engine.recovery import MAX_BACKOFF_SECONDS, Recovery
+from async_engine.recovery import MAX_BACKOFF_SECONDS, Recovery, resubmissions
 from async_engine.request_state import RequestState
 from core_proc.black_box import MAX_HANDLES, BlackBox, make_box
 from protos.errors import RequestFailedError
@@ -21,9 +21,8 @@ class Rig:
     """Requests that a core was told of, and the recovery from its deaths."""
 
     def __init__(self, most_in_vain=3):
-        self.live, self.aborted, self.ended = [], [], []
+        self.live, self.ended = [], []
         self.processor = OutputProcessor(
-            self.aborted.extend,
             lambda state: None,
             lambda state, finished: self.ended.append((state.request_id, finished.reason)),
         )
@@ -39,7 +38,7 @@ class Rig:
             siblings=[Sibling(handle + i, 1000 + i) for i in range(1, num_sequences)],
             **fields,
         )
-        state.sent_at = state.arrival_time
+        state.sent_at, state.core = state.arrival_time, 0
         self.processor.sequences |= {sequence.handle: sequence for sequence in state.sequences}
         self.live.append(state)
         return state
@@ -54,8 +53,11 @@ class Rig:
 
     def die(self, *entering, killed=False):
         """The core dies and another takes over: the handles it is told of at once."""
-        self.recovery.core_died(entering, killed)
-        return [message.handle for message in self.recovery.resume()]
+        return [message.handle for message in self.die_and_resume(*entering, killed=killed)]
+
+    def die_and_resume(self, *entering, killed=False):
+        going_on = self.recovery.core_died(entering, killed)
+        return [*(message for state in going_on for message in resubmissions(state)), *self.recovery.core_started()]
 
 
 def output_of(message):
@@ -67,7 +69,7 @@ def test_request_goes_on_behind_the_tokens_that_are_out():
     rig.add(1, output_token_ids=np.array([5], "<i4").tobytes())
     rig.tokens(1)
     rig.tokens(1)
-    (message,) = rig.recovery.resume()
+    (message,) = rig.die_and_resume()
     assert output_of(message) == [5, 0, 0]
     assert (message.prompt_token_ids, message.sampling.seed) == (PROMPT, 1)
 
@@ -75,7 +77,7 @@ def test_request_goes_on_behind_the_tokens_that_are_out():
 def test_request_of_which_nothing_is_out_is_told_as_the_first_time():
     rig = Rig()
     state = rig.add(1, num_sequences=3)
-    (message,) = rig.recovery.resume()
+    (message,) = rig.die_and_resume()
     assert message == state.message
 
 
@@ -84,7 +86,7 @@ def test_sequences_of_a_request_go_on_each_by_itself_with_its_seed():
     state = rig.add(1, num_sequences=4)
     rig.tokens(1, 2)
     state.sequences[2].finish_now(SequenceFinish(FinishReason.STOP_STRING))
-    messages = list(rig.recovery.resume())
+    messages = rig.die_and_resume()
     assert [(message.handle, message.sampling.seed, output_of(message)) for message in messages] == [
         (1, 1, [0]),
         (2, 1001, [1]),
@@ -98,11 +100,11 @@ def test_times_that_are_up_meanwhile_are_up():
     rig = Rig()
     state = rig.add(1, deadline=5.0, time_limit=6.0, queue_timeout=7.0)
     state.sent_at -= 4.0
-    (message,) = rig.recovery.resume()
+    (message,) = rig.die_and_resume()
     assert message.deadline < 1.1 < message.time_limit < 2.1 < message.queue_timeout < 3.1
     assert not message.was_admitted
     state.started = True
-    (message,) = rig.recovery.resume()
+    (message,) = rig.die_and_resume()
     assert message.queue_timeout is None
     assert message.was_admitted
 

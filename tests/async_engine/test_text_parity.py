@@ -107,8 +107,7 @@ def generate(
 ) -> Output:
     """The request's output, its tokens in messages of random size."""
     output, handle = Output(), 5
-    ended: list[int] = []
-    processor = OutputProcessor(ended.extend, lambda state: None, lambda state, finished: None)
+    processor = OutputProcessor(lambda state: None, lambda state, finished: None)
     (state,) = RequestState("r", output, [handle]).sequences
     detokenizer = tokenizer.new_detokenizer(skip)
     detokenizer.prime(prompt)

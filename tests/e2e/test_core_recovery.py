@@ -68,7 +68,7 @@ def test_core_killed_ten_times_under_sixty_four_streams_changes_no_token():
             for count in range(1, 11):
                 await until(lambda: any(state.has_progressed for state in llm._live.values()))
                 os.kill(llm.core.pid, signal.SIGKILL)
-                await until(lambda count=count: llm.recovery.num_restarts == count and not llm.recovering)
+                await until(lambda count=count: llm.cores.num_restarts == count and not llm.recovering)
             disturbed = await asyncio.gather(*streams)
             await assert_works(llm, stub)
             return undisturbed, disturbed
@@ -120,7 +120,7 @@ def test_core_that_hangs_is_replaced_and_its_streams_go_on():
             os.kill(llm.core.pid, signal.SIGSTOP)
             disturbed = await stream
             await assert_works(llm, stub)
-            return undisturbed, disturbed, llm.recovery.num_restarts
+            return undisturbed, disturbed, llm.cores.num_restarts
 
     undisturbed, disturbed, num_restarts = run(main)
     assert num_restarts == 1
@@ -192,7 +192,7 @@ def test_what_is_sent_to_a_dying_core_goes_nowhere_and_nothing_of_it_stays():
                 os.kill(core.pid, signal.SIGKILL)
                 await until(lambda core=core: core._disconnected)
                 core.send(Abort([1]))
-                await until(lambda count=count: llm.recovery.num_restarts == count and not llm.recovering)
+                await until(lambda count=count: llm.cores.num_restarts == count and not llm.recovering)
                 await assert_works(llm, stub)
                 held.append(len(os.listdir("/proc/self/fd")))
             return held
