@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from core_proc.kv_cache import KVCache
 from core_proc.scheduler import Scheduler
 from core_proc.shares import StepShares
-from gpu_executor.executor import make_executor
+from gpu_executor.executor import WorkersDiedError
+from gpu_executor.factory import make_executor
 from protos.messages import CoreReady
 
 if TYPE_CHECKING:
@@ -38,13 +39,14 @@ class EngineCore:
         report: Callable[[int, int], None] = lambda done, total: None,
         executor: Executor | None = None,
         on_entering: Callable[[list[int]], None] = lambda handles: None,
+        on_death: Callable[[WorkersDiedError], None] = lambda error: None,
     ) -> None:
         self._on_entering = on_entering
         self._told_entering = False
         self._entering: deque[list[int]] = deque()
         """Of each step in flight, the handles of requests that are new to the batch."""
         self._executor = executor or make_executor(config, eos_token_ids)
-        info = self._executor.start(report)
+        info = self._executor.start(report, on_death)
         kv_cache = KVCache(info.num_blocks, config.cache.block_size, config.cache.prefix_caching)
         self._depth = info.max_steps_in_flight
         self.scheduler = Scheduler(
@@ -87,7 +89,8 @@ class EngineCore:
         `apply_aborts` is called right before results count, so that a request aborted while its last step
         ran ends as aborted, once.
 
-        Raises RuntimeError when every step fails; requests are left as they are, for another core to go on with.
+        Raises WorkersDiedError, and RuntimeError when every step fails; requests are left as they are, for another
+        core to go on with.
         """
         step = self.scheduler.schedule()
         if step is not None:
@@ -105,6 +108,8 @@ class EngineCore:
         try:
             output = pending.result()
             assert len(output.token_ids) == len(step.rows), f"{len(output.token_ids)} tokens for {len(step.rows)} rows"
+        except WorkersDiedError:
+            raise
         except Exception as error:
             logger.exception("step %d failed", step.output.step_id)
             self._num_failed += 1

@@ -24,6 +24,7 @@ from core_proc.connection import Connection
 from core_proc.engine_core import EngineCore
 from core_proc.grammar import GrammarCompiler, Matcher
 from core_proc.request import Request, State, make_request
+from gpu_executor.executor import WorkersDiedError
 from protos.child_process import die_with_parent
 from protos.errors import StartupError, TailraceError
 from protos.messages import (
@@ -66,14 +67,15 @@ class EngineCoreProc:
 
     def __init__(self, connection: Connection, hello: Hello, black_box: BlackBox) -> None:
         self._connection = connection
+        self._inbox: queue.SimpleQueue[ToCore | Request | Compiled | WorkersDiedError] = queue.SimpleQueue()
         self._core = EngineCore(
             hello.config,
             hello.eos_token_ids,
             report=lambda done, total: connection.send(LoadProgress(done, total)),
             on_entering=black_box.write,
+            on_death=self._inbox.put,
         )
         self._block_size = hello.config.cache.block_size
-        self._inbox: queue.SimpleQueue[ToCore | Request | Compiled] = queue.SimpleQueue()
         self._aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
         self._grammars: GrammarCompiler | None = None
         self._stopping = False
@@ -124,7 +126,7 @@ class EngineCoreProc:
             return
         self._handle_messages()
 
-    def _handle(self, message: ToCore | Request | Compiled) -> None:
+    def _handle(self, message: ToCore | Request | Compiled | WorkersDiedError) -> None:
         scheduler = self._core.scheduler
         match message:
             case Request():
@@ -143,6 +145,8 @@ class EngineCoreProc:
                 self._connection.send(Pong())
             case Shutdown():
                 self._stopping = True
+            case WorkersDiedError():
+                raise message
 
     def _compile(self, request: Request, grammar: GrammarSpec) -> None:
         """The request waits in the queue until its grammar comes back through the inbox."""
@@ -203,6 +207,10 @@ def main() -> int:
         gc.freeze()
         gc.set_threshold(10_000, 10, 1 << 30)
         proc.run()
+    except WorkersDiedError as error:
+        logger.error("the core cannot go on: %s", error)
+        connection.send(CoreFailed(str(error)))
+        return 1
     except StartupError as error:
         connection.send(CoreFailed(str(error)))
         return 1

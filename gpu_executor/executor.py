@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protos.config import EngineConfig
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+
+
+class WorkersDiedError(Exception):
+    """A worker is gone, or no longer at one with the others: no step can be run any more. One line, which names it."""
+
+
+class StepFailedError(Exception):
+    """A step raised on the workers; they can go on with the next one."""
 
 
 class PendingOutput(Protocol):
     """A step's result that may not be there yet."""
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the step and returns what it drew, or raises what it failed with."""
+        """Waits for the step and returns what it drew, or raises what it failed with; WorkersDiedError is no
+        failure of the step's."""
         ...
 
 
@@ -23,13 +31,14 @@ class Executor(Protocol):
     """Runs steps on the workers, in the order they are given.
 
     `execute` and `sample` are called in pairs. Between them the core may do work of its own
-    (a grammar mask) while the forward pass runs.
+    (a grammar mask) while the forward pass runs. Both raise WorkersDiedError.
     """
 
-    def start(self, report: Callable[[int, int], None]) -> WorkerInfo:
+    def start(self, report: Callable[[int, int], None], died: Callable[[WorkersDiedError], None]) -> WorkerInfo:
         """Loads the model and allocates the KV cache. `report(done, total)` tells bytes of weights.
 
-        Raises StartupError, one line, with the root cause.
+        `died` may be called once later, on any thread, while no step runs too. Raises StartupError, one line, with
+        the root cause; then nothing is left behind.
         """
         ...
 
@@ -44,10 +53,3 @@ class Executor(Protocol):
     def shutdown(self) -> None:
         """Ends the workers; idempotent."""
         ...
-
-
-def make_executor(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Executor:
-    """The executor the config asks for: the only place that names the kinds."""
-    from gpu_executor.uniproc import UniprocExecutor
-
-    return UniprocExecutor(config, eos_token_ids)

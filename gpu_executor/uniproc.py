@@ -5,10 +5,14 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from protos.place import ONLY
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpu_executor.executor import WorkersDiedError
     from protos.config import EngineConfig
+    from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 T = TypeVar("T")
@@ -22,14 +26,14 @@ class SingleWorker(Protocol):
     def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput: ...
 
 
-def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> SingleWorker:
+def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...], place: Place = ONLY) -> SingleWorker:
     if config.model.model == "null":
         from gpu_executor.null import NullWorker
 
         return NullWorker(config)
     from gpu_executor.worker import Worker
 
-    worker: SingleWorker = Worker(config, eos_token_ids)
+    worker: SingleWorker = Worker(config, eos_token_ids, place)
     return worker
 
 
@@ -43,7 +47,7 @@ class UniprocExecutor:
         self._thread: ThreadPoolExecutor | None = None
         self._forward: Future[None] | None = None
 
-    def start(self, report: Callable[[int, int], None]) -> WorkerInfo:
+    def start(self, report: Callable[[int, int], None], died: Callable[[WorkersDiedError], None]) -> WorkerInfo:
         info = self._worker.load(report)
         if info.max_steps_in_flight > 1:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")

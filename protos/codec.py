@@ -29,8 +29,13 @@ class FrameError(Exception):
 
 def encode_frame(message: ToCore | ToFrontEnd) -> bytes:
     """The frame of a message, length included."""
+    return frame(message, _encoder)
+
+
+def frame(message: msgspec.Struct, encoder: msgspec.msgpack.Encoder) -> bytes:
+    """The same for messages between others."""
     buffer = bytearray(_LENGTH.size)
-    _encoder.encode_into(message, buffer, _LENGTH.size)
+    encoder.encode_into(message, buffer, _LENGTH.size)
     _LENGTH.pack_into(buffer, 0, len(buffer) - _LENGTH.size)
     return bytes(buffer)
 

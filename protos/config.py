@@ -326,6 +326,8 @@ def build(kind: type[ConfigT], **options: Any) -> ConfigT:
         raise refusal(error, given) from None
     if isinstance(config, ServeConfig):
         service_names(config.server.services)
+    if config.parallel.executor == "uniproc" and config.parallel.num_workers > 1:
+        raise InvalidRequestError("executor", f"uniproc is one worker, not {config.parallel.num_workers}")
     block_size = config.cache.block_size
     if block_size % 8:
         raise InvalidRequestError("block_size", f"must be a multiple of 8, not {block_size}")

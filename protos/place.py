@@ -39,6 +39,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def is_last_stage(self) -> bool:
         return self.stage == self.pipeline_size - 1
 
+    @property
+    def tells_output(self) -> bool:
+        """Whether this is the one worker whose tokens are taken: the first of the last stage."""
+        return self.is_last_stage and self.tensor_rank == 0
+
 
 ONLY = Place()
 """That of the one worker there is."""

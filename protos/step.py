@@ -21,7 +21,7 @@ NULL_BLOCK = 0
 """Block that holds nothing: padding and out-of-window entries of a block table name it."""
 
 
-class NewRow(msgspec.Struct, frozen=True):
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """A request enters a row, for the first time or after a preemption."""
 
     row: int
@@ -34,7 +34,7 @@ class NewRow(msgspec.Struct, frozen=True):
     """First position of the prompt whose log-probability is still to be told, where `sampling` asks for them."""
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True):
+class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step. Parallel arrays name the scheduled rows in batch order."""
 
     step_id: int
@@ -58,7 +58,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True):
         return int(self.counts.sum())
 
 
-class GrammarMask(msgspec.Struct, frozen=True):
+class GrammarMask(msgspec.Struct, frozen=True, array_like=True):
     """The tokens that grammars allow in a step."""
 
     index: Ints
@@ -67,7 +67,7 @@ class GrammarMask(msgspec.Struct, frozen=True):
     """[rows, ceil(vocabulary / 32)]: bit i % 32 of word i // 32 says whether token i may be drawn."""
 
 
-class Logprobs(msgspec.Struct, frozen=True):
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log-probabilities of n tokens, in columns."""
 
     index: Ints
@@ -82,7 +82,7 @@ class Logprobs(msgspec.Struct, frozen=True):
     top_logprobs: Floats
 
 
-class PromptLogprobs(msgspec.Struct, frozen=True):
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Of consecutive prompt tokens of a row, the first at position `start`."""
 
     row: int
@@ -90,7 +90,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True):
     logprobs: Logprobs
 
 
-class ModelRunnerOutput(msgspec.Struct, frozen=True):
+class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """What a step drew: one token id per row whose `samples` was true, in batch order.
 
     -1 is a row that had nothing to draw from: its masks left no token.
@@ -103,7 +103,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True):
     prompt_logprobs: list[PromptLogprobs] = []
 
 
-class WorkerInfo(msgspec.Struct, frozen=True):
+class WorkerInfo(msgspec.Struct, frozen=True, array_like=True):
     """What the workers turned out to hold, after loading."""
 
     num_blocks: int

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from gpu_executor.executor import make_executor
+from gpu_executor.factory import make_executor
 from gpu_executor.null import NullWorker
 from gpu_executor.uniproc import UniprocExecutor, make_worker
 from protos.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
@@ -79,7 +79,7 @@ def start() -> Iterator[Start]:
     def start(depth: int) -> tuple[ObservedWorker, UniprocExecutor]:
         worker = ObservedWorker(depth=depth)
         executor = UniprocExecutor(CONFIG, (), worker)
-        executor.start(lambda done, total: None)
+        executor.start(lambda done, total: None, lambda error: None)
         started.append((worker, executor))
         return worker, executor
 
@@ -200,7 +200,7 @@ def test_start_failure_reaches_the_caller() -> None:
             raise StartupError("no such file")
 
     with pytest.raises(StartupError, match="no such file"):
-        UniprocExecutor(CONFIG, (), BrokenWorker()).start(lambda done, total: None)
+        UniprocExecutor(CONFIG, (), BrokenWorker()).start(lambda done, total: None, lambda error: None)
 
 
 class TestNullModel:
@@ -209,7 +209,7 @@ class TestNullModel:
     def test_needs_no_model(self) -> None:
         assert isinstance(make_worker(self.CONFIG, ()), NullWorker)
         executor = make_executor(self.CONFIG, ())
-        info = executor.start(lambda done, total: None)
+        info = executor.start(lambda done, total: None, lambda error: None)
         assert info.max_steps_in_flight == 1
         executor.shutdown()
 

@@ -62,7 +62,7 @@ def test_tokens_are_the_same_on_another_worker_and_with_the_worker_on_a_thread(d
 
         def __init__(self) -> None:
             self._executor = UniprocExecutor(config(directory, max_steps_in_flight=2), (3,))
-            self._executor.start(lambda done, total: None)
+            self._executor.start(lambda done, total: None, lambda error: None)
 
         def execute(self, step: SchedulerOutput) -> None:
             self._executor.execute(step)
@@ -106,7 +106,7 @@ def test_55_features_with_two_steps_in_flight_are_those_of_one_at_a_time(directo
 
     def run(depth: int) -> list[ModelRunnerOutput]:
         executor = UniprocExecutor(config(directory, max_steps_in_flight=depth), (3,))
-        executor.start(lambda done, total: None)
+        executor.start(lambda done, total: None, lambda error: None)
         pending = []
         for step, mask in steps():
             executor.execute(step)

@@ -1,0 +1,29 @@
+"""make_executor: the executor a config asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from protos.errors import StartupError
+
+if TYPE_CHECKING:
+    from gpu_executor.executor import Executor
+    from protos.config import EngineConfig
+
+
+def make_executor(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Executor:
+    """The executor the config asks for: the only place that names the kinds. Raises StartupError if it cannot be."""
+    kind, num_workers = config.parallel.executor, config.parallel.num_workers
+    if kind == "auto":
+        kind = "uniproc" if num_workers == 1 else "multiproc"
+    match kind:
+        case "uniproc":
+            from gpu_executor.uniproc import UniprocExecutor
+
+            return UniprocExecutor(config, eos_token_ids)
+        case "multiproc":
+            from gpu_executor.multiproc import MultiprocExecutor
+
+            return MultiprocExecutor(config, eos_token_ids)
+        case "ray":
+            raise StartupError("--executor ray is not there yet; use multiproc")

@@ -1,0 +1,84 @@
+"""WorkerProcess: the core's end of one worker's process."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gpu_executor import wire
+from protos import codec
+from protos.child_process import child_environment
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+RECEIVE_BYTES = 1 << 16
+
+
+class WorkerProcess:
+    """A fresh interpreter. Its socket carries what it tells, and ends when it does."""
+
+    def __init__(self, module: str, start: wire.Start, ring: int, wake: int, descriptors: Sequence[int]) -> None:
+        """`descriptors` are others that it is to have, under the same numbers."""
+        self.rank = start.place.rank
+        self._decoder = codec.FrameDecoder(wire.from_worker)
+        self._buffer = bytearray(RECEIVE_BYTES)
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, (theirs.fileno(), ring, wake))],
+                pass_fds=[theirs.fileno(), ring, wake, *descriptors],
+                # Workers of one node need no network, and nobody else is to reach them.
+                env={"GLOO_SOCKET_IFNAME": "lo"} | child_environment(),
+                stdin=subprocess.DEVNULL,
+            )
+        self._socket.sendall(codec.frame(start, wire.encoder))
+
+    def __str__(self) -> str:
+        return f"worker {self.rank} (pid {self._process.pid})"
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> list[wire.FromWorker] | None:
+        """What has come, waiting for some; None once the process has ended."""
+        try:
+            size = self._socket.recv_into(self._buffer)
+        except ConnectionResetError:
+            size = 0
+        return list(self._decoder.feed(memoryview(self._buffer)[:size])) if size else None
+
+    def how_it_ended(self) -> str:
+        """To be asked once `receive` has returned None, or after `kill`."""
+        try:
+            code = self._process.wait(timeout=1.0)  # its socket closes a moment before it is gone
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def state(self) -> str:
+        """The kernel's letter for what it does: R runs, S sleeps, D waits for a device, T is stopped, Z is dead."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return "Z"
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self, grace: float) -> None:
+        """Waits so many seconds for it to leave, else makes it."""
+        try:
+            self._process.wait(grace)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._socket.close()
