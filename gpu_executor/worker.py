@@ -14,6 +14,7 @@ import torch
 from model_runner.device import make_device
 from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
+from model_runner.shard import check_sizes
 from model_runner.weights import check_weights
 from protos.errors import StartupError
 from protos.model_files import read_model_spec, resolve_model
@@ -44,8 +45,11 @@ class Worker:
         path = resolve_model(self._config.model.model)
         try:
             spec = full_spec(path, read_model_spec(path))
-            check_weights(path, spec, self._config.model.load_format, make_device(self._config, spec))
-            runner = ModelRunner(self._config, spec, self._eos_token_ids)
+            check_sizes(spec, self._place)
+            policy = make_device(self._config, spec, self._place)
+            check_weights(path, spec, self._config.model.load_format, policy)
+            policy.workers.meet()
+            runner = ModelRunner(self._config, spec, self._eos_token_ids, policy)
             info = runner.load(path, report)
         except (MemoryError, RuntimeError) as error:
             cause = str(error).partition("\n")[0]

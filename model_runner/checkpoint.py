@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import torch
+    from model_runner.target import Target
 
 _WRAPPERS = re.compile(r"\A(?:(?:_orig_mod|module|model|language_model|transformer|decoder)\.)+")
 """What stands before the names of the tensors: modules around the layers, which checkpoints have or have not."""
@@ -42,8 +42,8 @@ class Checkpoint(Protocol):
         """What the files hold, from their headers alone. Raises StartupError naming the file at fault."""
         ...
 
-    def read(self, wanted: list[CheckpointTensor], table: dict[str, torch.Tensor]) -> Iterator[int]:
-        """Fills the table's slices from the tensors wanted; yields the bytes read with each."""
+    def read(self, wanted: list[CheckpointTensor], table: dict[str, Target]) -> Iterator[int]:
+        """Fills the table's targets from the tensors wanted; yields the bytes read with each."""
         ...
 
 

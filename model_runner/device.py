@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.ops import make_ops
+from model_runner.parallel import Workers, make_workers
 from protos.config import MIB
 from protos.errors import StartupError
+from protos.place import ONLY
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from kernels.ops import Ops
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
+    from protos.place import Place
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CPU_CACHE_LIMIT = 1024 * MIB
@@ -28,7 +31,7 @@ CPU_CACHE_LIMIT = 1024 * MIB
 
 @dataclass(frozen=True, slots=True)
 class DevicePolicy:
-    """Where tensors live, of which type, and what computes them."""
+    """Where tensors live, of which type, what computes them, and who else has a part of them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -39,6 +42,7 @@ class DevicePolicy:
     """Bytes the KV cache takes at most by itself."""
     chunk_cells: int
     """Numbers to take through a chain of elementwise operations at a time: on a CPU, what its cache holds."""
+    workers: Workers = field(default_factory=Workers)
 
     @property
     def dtype_name(self) -> str:
@@ -49,37 +53,59 @@ class DevicePolicy:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
     def free_memory(self) -> int:
-        """Bytes that can be allocated now."""
+        """Bytes that can be allocated now; of a host's memory, the share of one of its workers."""
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0])
-        return _free_host_memory()
+        return _free_host_memory() // self.workers.place.local_size
 
 
-def make_device(config: EngineConfig, spec: ModelSpec) -> DevicePolicy:
-    """The policy the config asks for. Raises StartupError where there is no such device.
+def make_device(config: EngineConfig, spec: ModelSpec, place: Place = ONLY) -> DevicePolicy:
+    """The policy the config asks for, on the devices that are this worker's. Raises StartupError where there are none.
 
     Sets the number of threads torch computes with, for the whole process.
     """
-    num_threads = config.executor.num_threads or _num_cores()
-    torch.set_num_threads(num_threads)
     kind: str = config.model.device
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     elif kind == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device cuda: torch finds no usable GPU; use --device cpu, or a torch built for this GPU")
     on_cpu = kind == "cpu"
+    num_threads = config.executor.num_threads or _cores_each(place, on_cpu)
+    torch.set_num_threads(num_threads)
     name: str = config.model.dtype
     if name == "auto":
         name = "float32" if on_cpu else spec.dtype
-    device = torch.device(kind)
+    device = torch.device("cpu") if on_cpu else _gpu(place)
     return DevicePolicy(
         device=device,
         dtype=_DTYPES[name],
         ops=make_ops(device, config.cache.block_size, num_threads),
         max_steps_in_flight=1 if on_cpu else 2,
-        cache_limit=CPU_CACHE_LIMIT if on_cpu else None,
+        cache_limit=CPU_CACHE_LIMIT // place.local_size if on_cpu else None,
         chunk_cells=1 << 18 if on_cpu else 1 << 26,
+        workers=make_workers(place, device),
     )
+
+
+def _gpu(place: Place) -> torch.device:
+    """The one of its node that this worker takes."""
+    if place.local_size > torch.cuda.device_count():
+        raise StartupError(
+            f"this node has {torch.cuda.device_count()} GPUs for {place.local_size} workers; lower "
+            "--tensor-parallel-size or --pipeline-parallel-size"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def _cores_each(place: Place, on_cpu: bool) -> int:
+    """Threads for each worker of this node so that no two share a core."""
+    cores = _num_cores()
+    if on_cpu and place.local_size > cores:
+        raise StartupError(
+            f"this node has {cores} cores for {place.local_size} workers; lower --tensor-parallel-size or "
+            "--pipeline-parallel-size, or set --num-threads 1 to let them share"
+        )
+    return max(1, cores // place.local_size)
 
 
 def _num_cores() -> int:

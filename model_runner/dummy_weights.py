@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,30 +13,43 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from model_runner.target import Target
+
 SEED = 0
 
 
 class DummyCheckpoint:
-    """What a model with this table needs. The same weights each time: a core that dies is replaced by one like it."""
+    """What a model with this table needs. The same weights each time: a core that dies is replaced by one like it.
 
-    def __init__(self, path: Path, table: dict[str, torch.Tensor]) -> None:
+    And whatever the number of workers: each makes all weights, and keeps its part.
+    """
+
+    def __init__(self, path: Path, table: dict[str, Target]) -> None:
         self._path = path
         self._table = table
 
     def tensors(self) -> list[CheckpointTensor]:
         return [
-            CheckpointTensor(self._path, name, name, tuple(target.shape), target.nbytes)
+            CheckpointTensor(
+                self._path, name, name, target.shape, math.prod(target.shape) * target.tensor.element_size()
+            )
             for name, target in self._table.items()
         ]
 
-    def read(self, wanted: list[CheckpointTensor], table: dict[str, torch.Tensor]) -> Iterator[int]:
+    def read(self, wanted: list[CheckpointTensor], table: dict[str, Target]) -> Iterator[int]:
         """Matrices keep the size of what passes through them; vectors are norms, which do nothing, or biases of 0."""
         generator: torch.Generator | None = None
         for tensor in wanted:
             target = table[tensor.name]
-            generator = generator or torch.Generator(target.device).manual_seed(SEED)
-            if target.ndim > 1:
-                target.normal_(0.0, target.shape[-1] ** -0.5, generator=generator)
+            ours = target.tensor
+            # Random numbers come in the order of memory, not of a view.
+            whole = ours if ours.shape == tensor.shape and ours.is_contiguous() else ours.new_empty(tensor.shape)
+            generator = generator or torch.Generator(ours.device).manual_seed(SEED)
+            if whole.ndim > 1:
+                whole.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
             else:
-                target.fill_(0.0 if tensor.name.endswith("bias") else 1.0)
-            yield tensor.nbytes
+                whole.fill_(0.0 if tensor.name.endswith("bias") else 1.0)
+            if whole is not ours:
+                for part, view in target.pieces():
+                    view.copy_(whole[part])
+            yield target.share(tensor.nbytes)

@@ -17,6 +17,8 @@ from protos.gguf import BLOCK_FORMATS, read_gguf
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from model_runner.target import Target
+
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -74,20 +76,23 @@ class GGUFCheckpoint:
             )
         return found
 
-    def read(self, wanted: list[CheckpointTensor], table: dict[str, torch.Tensor]) -> Iterator[int]:
-        """Fills the table's slices; yields the bytes read with each."""
+    def read(self, wanted: list[CheckpointTensor], table: dict[str, Target]) -> Iterator[int]:
+        """Fills the table's targets; yields the bytes read with each."""
         for tensor in wanted:
-            self._fill(table[tensor.name], tensor)
-            yield tensor.nbytes
+            target = table[tensor.name]
+            self._fill(target, tensor)
+            yield target.share(tensor.nbytes)
 
-    def _fill(self, target: torch.Tensor, tensor: CheckpointTensor) -> None:
+    def _fill(self, target: Target, tensor: CheckpointTensor) -> None:
         heads = self._pair_heads.get(tensor.name.split(".")[-2], 0)
+        pairs = tensor.shape[0] // heads // 2 if heads else 0
         entry = self._tensors[tensor.source_name]
         _, block_size, block_bytes = BLOCK_FORMATS[entry.type]
         before = tensor.first_row * entry.shape[-1] // block_size * block_bytes
-        data = np.fromfile(entry.path, np.uint8, tensor.nbytes, offset=entry.offset + before)
-        for rows, weights in _chunks(data, tensor.shape, entry.type, heads):
-            _copy(target, rows, torch.from_numpy(weights), heads)
+        data = np.memmap(entry.path, np.uint8, "r", entry.offset + before, (tensor.nbytes,))
+        for part, view in target.pieces():
+            for rows, weights in _chunks(data, tensor.shape, part, entry.type, 2 * pairs):
+                _copy(view[rows], torch.from_numpy(weights), pairs)
 
     def _hugging_face_name(self, name: str) -> str:
         """The name itself where GGUF's is not known: the check against the model's table will then refuse it."""
@@ -103,27 +108,33 @@ class GGUFCheckpoint:
         return name
 
 
-def _chunks(data: np.ndarray, shape: tuple[int, ...], type_id: int, heads: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Rows of a tensor and their weights; whole heads where rows have to change places inside them."""
-    num_rows, row_size = shape[0], int(np.prod(shape[1:]))
+def _chunks(
+    data: np.ndarray, shape: tuple[int, ...], part: tuple[slice, ...], type_id: int, unit: int
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Rows of a part of a tensor, counted from its first one, and their weights; where a unit is given, whole units
+    of so many rows. Of the blocks in `data` only those that the part is in are read."""
+    rows, row_size = part[0], int(np.prod(shape[1:]))
     _, block_size, block_bytes = BLOCK_FORMATS[type_id]
-    unit = num_rows // heads if heads else 1
     if row_size % block_size:  # a vector: its blocks run along the rows themselves
-        yield slice(0, num_rows), dequantise(data, type_id)
+        yield slice(0, rows.stop - rows.start), dequantise(np.array(data), type_id)[rows]
         return
-    step = max(1, _CHUNK_WEIGHTS // (row_size * unit)) * unit
-    row_bytes = row_size // block_size * block_bytes
-    for first in range(0, num_rows, step):
-        end = min(num_rows, first + step)
-        weights = dequantise(data[first * row_bytes : end * row_bytes], type_id)
-        yield slice(first, end), weights.reshape(end - first, *shape[1:])
+    columns = part[1] if len(part) > 1 else slice(0, row_size)
+    first_block, end_block = columns.start // block_size, -(-columns.stop // block_size)
+    blocks = data.reshape(shape[0], -1, block_bytes)[rows, first_block:end_block]
+    width = (end_block - first_block) * block_size
+    step = max(1, _CHUNK_WEIGHTS // (width * max(1, unit))) * max(1, unit)
+    for first in range(0, len(blocks), step):
+        read = np.array(blocks[first : first + step])
+        weights = dequantise(read.reshape(-1), type_id).reshape(len(read), width)
+        within = weights[:, columns.start - first_block * block_size :][:, : columns.stop - columns.start]
+        yield slice(first, first + len(read)), within if len(part) > 1 else within[:, 0]
 
 
-def _copy(target: torch.Tensor, rows: slice, weights: torch.Tensor, heads: int) -> None:
-    if not heads:
-        target[rows].copy_(weights)
+def _copy(target: torch.Tensor, weights: torch.Tensor, pairs: int) -> None:
+    """`pairs`: of each head, where the rows of its halves lie interleaved."""
+    if not pairs:
+        target.copy_(weights)
         return
     # The file has [head, pair, half, ...]: rotation by neighbours. The model rotates [head, half, pair, ...].
-    pairs, rest = target.shape[0] // heads // 2, target.shape[1:]
-    paired = weights.view(-1, pairs, 2, *rest).transpose(1, 2)
-    target[rows].view(-1, 2, pairs, *rest).copy_(paired)
+    paired = weights.unflatten(0, (-1, pairs, 2)).transpose(1, 2)
+    target.unflatten(0, (-1, 2, pairs)).copy_(paired)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.shard import kv_heads
 from protos.config import MIB
 from protos.errors import StartupError
 
@@ -33,15 +34,16 @@ class CacheSize:
 def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy) -> CacheSize:
     """Sizes the cache so that one sequence of max_model_len always fits.
 
-    Raises StartupError, with the number that would fit, where the config asks for more than there is.
+    All workers decide alike: by the one with the least memory. Raises StartupError, with the number that would fit,
+    where the config asks for more than there is.
     """
     block_size, limit = config.cache.block_size, spec.max_position_embeddings
     wanted = config.model.max_model_len
     if wanted > limit and not spec.stretches:
         raise StartupError(f"--max-model-len {wanted} is over the model's limit; set it to {limit} or less")
-    key_shape, value_shape = policy.ops.kv_cache_shapes(1, spec.num_kv_heads, spec.head_dim, block_size)
+    key_shape, value_shape = _shapes(1, spec, policy, block_size)
     block_bytes = spec.num_layers * policy.dtype.itemsize * (math.prod(key_shape) + math.prod(value_shape))
-    num_blocks = config.cache.num_kv_blocks or _budget(config, policy) // block_bytes
+    num_blocks = config.cache.num_kv_blocks or policy.workers.least(_budget(config, policy) // block_bytes)
     capacity = max(0, num_blocks - 1) * block_size
     if capacity < max(wanted, 1):
         raise StartupError(_too_small(config, capacity, max(wanted, 1), block_bytes))
@@ -67,7 +69,7 @@ def allocate_cache(
     size: CacheSize, spec: ModelSpec, policy: DevicePolicy, block_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of each layer. Not filled: on a CPU, memory that no sequence reaches is never resident."""
-    key_shape, value_shape = policy.ops.kv_cache_shapes(size.num_blocks, spec.num_kv_heads, spec.head_dim, block_size)
+    key_shape, value_shape = _shapes(size.num_blocks, spec, policy, block_size)
     return [
         (
             torch.empty(key_shape, dtype=policy.dtype, device=policy.device),
@@ -75,6 +77,14 @@ def allocate_cache(
         )
         for _ in range(spec.num_layers)
     ]
+
+
+def _shapes(
+    num_blocks: int, spec: ModelSpec, policy: DevicePolicy, block_size: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the keys and of the values of one layer, as far as this worker holds them."""
+    held = kv_heads(spec.num_kv_heads, policy.workers.place).size
+    return policy.ops.kv_cache_shapes(num_blocks, held, spec.head_dim, block_size)
 
 
 def _budget(config: EngineConfig, policy: DevicePolicy) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -48,7 +49,7 @@ class Workers:
         return number
 
     def leave(self) -> None:
-        """Ends the connections, so that the process can end; idempotent."""
+        """Ends the connections; idempotent, and done by itself when the interpreter ends."""
 
 
 class ConnectedWorkers(Workers):
@@ -80,6 +81,8 @@ class ConnectedWorkers(Workers):
             cause = str(error).partition("\n")[0]
             raise StartupError(f"worker {place.rank} of {size} cannot meet the others: {cause}") from None
         self._tensor_group = groups[place.stage]
+        # An interpreter that ends with gloo's threads running ends with SIGABRT.
+        atexit.register(self.leave)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.place.tensor_size > 1:

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model_runner.device import make_device
 from model_runner.draws import Draws
 from model_runner.input_batch import InputBatch
 from model_runner.kv_cache import allocate_cache, fit_cache
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from model_runner.device import DevicePolicy
     from model_runner.prompt_spans import PromptSpans
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
@@ -32,10 +32,11 @@ PROMPT_CHUNK = 64
 class ModelRunner:
     """One model on one device. Steps are carried out in the order they come, `execute` and `sample` in pairs."""
 
-    def __init__(self, config: EngineConfig, spec: ModelSpec, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: ModelSpec, eos_token_ids: tuple[int, ...], policy: DevicePolicy
+    ) -> None:
         """Decides what fits and allocates the model, unfilled. Raises StartupError where it does not fit."""
-        self._config, self._spec = config, spec
-        self._policy = make_device(config, spec)
+        self._config, self._spec, self._policy = config, spec, policy
         self._size = fit_cache(config, spec, self._policy)
         self.model = make_model(spec, self._size.max_model_len, self._policy)
         self._batch = InputBatch(
@@ -61,7 +62,7 @@ class ModelRunner:
             vocab_size=self._spec.vocab_size,
             dtype=self._policy.dtype_name,
             device=self._policy.device.type,
-            weight_bytes=sum(weight.nbytes for weight in table.values()),
+            weight_bytes=sum(target.tensor.nbytes for target in table.values()),
             kv_cache_bytes=self._size.num_bytes,
             max_steps_in_flight=self._config.scheduler.max_steps_in_flight or self._policy.max_steps_in_flight,
         )

@@ -16,8 +16,7 @@ from protos.json_files import read_json_object
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import torch
-
+    from model_runner.target import Target
     from protos.architecture import Architecture
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -50,30 +49,32 @@ class SafetensorsCheckpoint:
                     found.append(CheckpointTensor(file, usual, source_name, shape, nbytes))
         return found
 
-    def read(self, wanted: list[CheckpointTensor], table: dict[str, torch.Tensor]) -> Iterator[int]:
-        """Fills the table's slices; yields the bytes read with each. Of a file no more than MAPPED_BYTES and one
+    def read(self, wanted: list[CheckpointTensor], table: dict[str, Target]) -> Iterator[int]:
+        """Fills the table's targets; yields the bytes read with each. Of a file no more than MAPPED_BYTES and one
         tensor are in memory at a time: what was read of a mapped file stays resident until it is closed."""
         mapped = 0
 
         def mapping(tensor: CheckpointTensor) -> tuple[Path, int]:
             nonlocal mapped
-            mapped += tensor.nbytes
+            mapped += table[tensor.name].share(tensor.nbytes)
             return tensor.file, mapped // MAPPED_BYTES
 
         for (file, _), tensors in groupby(wanted, mapping):
             with _opened(file) as shard:
                 for tensor in tensors:
-                    self._fill(table[tensor.name], tensor, shard)
-                    yield tensor.nbytes
+                    target = table[tensor.name]
+                    self._fill(target, tensor, shard)
+                    yield target.share(tensor.nbytes)
 
-    def _fill(self, target: torch.Tensor, tensor: CheckpointTensor, shard: safe_open) -> None:
-        weights = shard.get_tensor(tensor.source_name)
+    def _fill(self, target: Target, tensor: CheckpointTensor, shard: safe_open) -> None:
+        weights = shard.get_tensor(tensor.source_name)  # a view of the mapped file: read where it is copied
         if weights.shape != tensor.shape:
             rows = weights.view(-1, *tensor.shape[1:])
             weights = rows[tensor.first_row : tensor.first_row + tensor.shape[0]]
-        target.copy_(weights)
-        if self._norm_offset and tensor.name.endswith("norm.weight"):
-            target += self._norm_offset
+        for part, view in target.pieces():
+            view.copy_(weights[part])
+            if self._norm_offset and tensor.name.endswith("norm.weight"):
+                view += self._norm_offset
 
 
 def _safetensors_files(directory: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Weights: fills a model from its checkpoint, tensor by tensor, into the slices the model's table names."""
+"""Weights: fills a model from its checkpoint, tensor by tensor, into the targets of the model's table."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from model_runner.checkpoint import Checkpoint, CheckpointTensor
     from model_runner.device import DevicePolicy
+    from model_runner.target import Target
     from protos.config import LoadFormat
     from protos.model_spec import ModelSpec
 
@@ -31,19 +32,19 @@ def load_weights(
     path: Path,
     spec: ModelSpec,
     load_format: LoadFormat,
-    table: dict[str, torch.Tensor],
+    table: dict[str, Target],
     report: Callable[[int, int], None],
 ) -> None:
-    """Fills every slice of the table from the checkpoint at `path`, converting to the slice's type.
+    """Fills every target of the table from the checkpoint at `path`, converting to its type.
 
-    Nothing is read before all names and shapes are known to fit. Beside the model, memory holds one
-    tensor (GGUF) or the mapped part of a shard. `report(done, total)` counts the checkpoint's bytes. Raises
-    StartupError naming the file and the tensor at fault.
+    Nothing is read before all names and shapes are known to fit, and then only what this worker holds. Beside the
+    model, memory holds one tensor (GGUF) or the mapped part of a shard. `report(done, total)` counts the bytes read.
+    Raises StartupError naming the file and the tensor at fault.
     """
     table = _as_stored(path, spec, table)
     checkpoint = _open(path, spec, load_format, table)
     wanted = _check(path, checkpoint.tensors(), table, spec)
-    done, total = 0, sum(tensor.nbytes for tensor in wanted)
+    done, total = 0, sum(table[tensor.name].share(tensor.nbytes) for tensor in wanted)
     report(done, total)
     with _one_thread():
         for nbytes in checkpoint.read(wanted, table):
@@ -72,7 +73,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _open(path: Path, spec: ModelSpec, load_format: LoadFormat, table: dict[str, torch.Tensor]) -> Checkpoint:
+def _open(path: Path, spec: ModelSpec, load_format: LoadFormat, table: dict[str, Target]) -> Checkpoint:
     if load_format == "dummy":
         from model_runner.dummy_weights import DummyCheckpoint
 
@@ -88,16 +89,16 @@ def _open(path: Path, spec: ModelSpec, load_format: LoadFormat, table: dict[str,
     return GGUFCheckpoint(path, architecture.gguf_names, pair_heads)
 
 
-def _as_stored(path: Path, spec: ModelSpec, table: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _as_stored(path: Path, spec: ModelSpec, table: dict[str, Target]) -> dict[str, Target]:
     """The table, its matrices turned as the files have them."""
     architecture = ARCHITECTURES.get(spec.architecture)
     if path.suffix == ".gguf" or architecture is None or not architecture.transposed:
         return table
-    return {name: target.mT if name.endswith("proj.weight") else target for name, target in table.items()}
+    return {name: target.turned if name.endswith("proj.weight") else target for name, target in table.items()}
 
 
 def _check(
-    path: Path, tensors: list[CheckpointTensor], table: dict[str, torch.Tensor], spec: ModelSpec
+    path: Path, tensors: list[CheckpointTensor], table: dict[str, Target], spec: ModelSpec
 ) -> list[CheckpointTensor]:
     """The tensors to read: each entry of the table once, in the order of the files.
 
@@ -117,7 +118,7 @@ def _check(
             if tensor.name.endswith(_COMPUTED) or spec.ignores(tensor.name) or spec.ignores(bare_name(tensor.name)):
                 continue
             raise StartupError(f"{tensor.file}: tensor {tensor.source_name} has no place in this architecture")
-        if tensor.shape != tuple(target.shape):
+        if tensor.shape != target.shape:
             raise StartupError(
                 f"{tensor.file}: tensor {tensor.source_name} has shape {list(tensor.shape)}, "
                 f"the config says {list(target.shape)}"

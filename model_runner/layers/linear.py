@@ -7,29 +7,41 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from model_runner.target import Target
+
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
+    from model_runner.shard import Shard
 
 
 class Linear:
-    """y = x W^T + b, with W [sum of out_sizes, in_size]: one product instead of one per part."""
+    """y = x W^T + b, with W [sum of outs, ins]: one product instead of one per part.
 
-    def __init__(self, in_size: int, out_sizes: list[int], bias: bool, policy: DevicePolicy) -> None:
-        self._out_sizes = out_sizes
-        self.weight = torch.empty(sum(out_sizes), in_size, dtype=policy.dtype, device=policy.device)
-        self.bias = torch.empty(sum(out_sizes), dtype=policy.dtype, device=policy.device) if bias else None
+    Workers may each have some of the rows: each then has some of y. Or some of the columns, for some of x: what they
+    make of it is added up, and each has all of y.
+    """
 
-    def slices(self, names: list[str]) -> dict[str, torch.Tensor]:
+    def __init__(self, ins: Shard, outs: list[Shard], bias: bool, policy: DevicePolicy) -> None:
+        self._ins, self._outs = ins, outs
+        size = sum(out.size for out in outs)
+        self.weight = torch.empty(size, ins.size, dtype=policy.dtype, device=policy.device)
+        self.bias = torch.empty(size, dtype=policy.dtype, device=policy.device) if bias else None
+        self._workers = policy.workers
+
+    def slices(self, names: list[str]) -> dict[str, Target]:
         """Where the checkpoint's tensors `<name>.weight` (and bias) belong: one name per part, or one for all."""
-        sizes = self._out_sizes if len(names) > 1 else [sum(self._out_sizes)]
+        parts = [(out,) for out in self._outs] if len(names) > 1 else [tuple(self._outs)]
         table = {}
         first = 0
-        for name, size in zip(names, sizes, strict=True):
-            rows = slice(first, first := first + size)
-            table[f"{name}.weight"] = self.weight[rows]
+        for name, outs in zip(names, parts, strict=True):
+            rows = slice(first, first := first + sum(out.size for out in outs))
+            table[f"{name}.weight"] = Target(self.weight[rows], (outs, (self._ins,)))
             if self.bias is not None:
-                table[f"{name}.bias"] = self.bias[rows]
+                table[f"{name}.bias"] = Target(self.bias[rows], (outs,))
         return table
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+        if self._ins.is_whole:
+            return F.linear(x, self.weight, self.bias)
+        y = self._workers.all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y.add_(self.bias)

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.target import Target
+
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
+    from model_runner.shard import Shard
 
 
 class RMSNorm:
@@ -17,8 +20,8 @@ class RMSNorm:
         self._eps = eps
         self._ops = policy.ops
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"weight": self.weight}
+    def weights(self) -> dict[str, Target]:
+        return {"weight": Target.whole(self.weight)}
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of x, or of x + residual, which is then stored in residual."""
@@ -29,6 +32,25 @@ class RMSNorm:
         self._ops.norm_heads(x.view(x.shape[0], -1, self.weight.shape[0]), self.weight, self._eps)
 
 
+class SpreadNorm:
+    """One norm over heads that are spread over the workers."""
+
+    def __init__(self, shard: Shard, eps: float, policy: DevicePolicy) -> None:
+        self.weight = torch.empty(shard.size, dtype=torch.float32, device=policy.device)
+        self._shard, self._eps, self._workers = shard, eps, policy.workers
+
+    def weights(self) -> dict[str, Target]:
+        return {"weight": Target(self.weight, ((self._shard,),))}
+
+    def norm_heads(self, x: torch.Tensor) -> None:
+        """Norms x [T, heads of this worker, size of a head] in place, with those of a token on all workers as one."""
+        wide = x.flatten(1).float()
+        squares = self._workers.all_reduce(wide.square().sum(-1, keepdim=True))
+        # A head that several workers hold counts for each, and so do its places.
+        mean = squares / (self._shard.size * self._workers.place.tensor_size)
+        x.copy_((wide * torch.rsqrt(mean + self._eps) * self.weight).view(x.shape))
+
+
 class LayerNorm:
     def __init__(self, size: int, eps: float, policy: DevicePolicy) -> None:
         self.weight = torch.empty(size, dtype=torch.float32, device=policy.device)
@@ -36,8 +58,8 @@ class LayerNorm:
         self._eps = eps
         self._ops = policy.ops
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {"weight": self.weight, "bias": self.bias}
+    def weights(self) -> dict[str, Target]:
+        return {"weight": Target.whole(self.weight), "bias": Target.whole(self.bias)}
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The norm of x, or of x + residual, which is then stored in residual."""
@@ -47,7 +69,7 @@ class LayerNorm:
 class NoNorm:
     """Where a model has no norm: what others would norm."""
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Target]:
         return {}
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

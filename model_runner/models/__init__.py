@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
     from model_runner.forward_batch import ForwardBatch
     from model_runner.models.generic_spec import GenericSpec
+    from model_runner.target import Target
     from protos.model_spec import BasicSpec
 
 
 class Model(Protocol):
     """What the runner asks of a model."""
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Target]:
         """Where each tensor of the checkpoint belongs, by its Hugging Face name; all of them are needed."""
         ...
 

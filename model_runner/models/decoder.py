@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.nn.functional as F
 
 from model_runner.layers.attention import Attention
-from model_runner.layers.linear import Linear
 from model_runner.layers.mlp import GatedMLP
 from model_runner.layers.moe import MoE
 from model_runner.layers.norm import NoNorm, RMSNorm
 from model_runner.layers.rotary import Rotary
+from model_runner.layers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
     from model_runner.forward_batch import ForwardBatch
     from model_runner.layers.attention import Angles
+    from model_runner.target import Target
     from protos.model_spec import ModelSpec
 
 
@@ -44,7 +44,7 @@ class DecoderLayer:
         self.mlp = MoE(spec, policy) if spec.is_sparse(layer) else GatedMLP(spec, policy)
         self.mlp_out_norm = norm_if(spec.norm_place != "before")
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Target]:
         parts = {"self_attn": self.attention, "mlp": self.mlp, "input_layernorm": self.attention_norm}
         if self._norm_place == "before":
             parts |= {"post_attention_layernorm": self.mlp_norm}
@@ -69,7 +69,7 @@ class DecoderLayer:
 class Decoder:
     def __init__(self, spec: ModelSpec, max_model_len: int, policy: DevicePolicy) -> None:
         self._tied = spec.tie_word_embeddings
-        self.embedding = torch.empty(spec.vocab_size, spec.hidden_size, dtype=policy.dtype, device=policy.device)
+        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, policy)
         self.layers = [DecoderLayer(spec, layer, policy) for layer in range(spec.num_layers)]
         self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, policy)
         self.rotary = Rotary(spec, max_model_len, policy.device)
@@ -79,16 +79,17 @@ class Decoder:
             self.local_rotary = Rotary(local, max_model_len, policy.device)
         self._logits_softcap, self._ops = spec.logits_softcap, policy.ops
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=policy.dtype).item()
-        self.head = None if self._tied else Linear(spec.hidden_size, [spec.vocab_size], False, policy)
+        self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, spec.hidden_size, policy)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        table = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.norm.weight}
+    def weights(self) -> dict[str, Target]:
+        table = self.embedding.slices("model.embed_tokens")
+        table |= {f"model.norm.{name}": target for name, target in self.norm.weights().items()}
         for layer in self.layers:
             table |= layer.weights()
-        return table if self.head is None else table | self.head.slices(["lm_head"])
+        return table if self._tied else table | self.head.slices("lm_head")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        residual = F.embedding(batch.input_ids, self.embedding)
+        residual = self.embedding.embed(batch.input_ids)
         if self._embedding_scale != 1.0:
             residual *= self._embedding_scale
         angles = self.rotary(batch.positions)
@@ -101,7 +102,7 @@ class Decoder:
         return self.norm(x[batch.output_tokens], residual[batch.output_tokens])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = (F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)).float()
+        logits = self.head.logits(hidden)
         if self._logits_softcap:
             self._ops.softcap(logits, self._logits_softcap)
         return logits

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 
 from model_runner.models.hf_module import attending, build_module, split_head, weight_table
+from model_runner.target import Target
 
 if TYPE_CHECKING:
     import torch
@@ -69,11 +70,11 @@ class GenericModel:
 
     def __init__(self, spec: GenericSpec, max_model_len: int, policy: DevicePolicy) -> None:
         module = build_module(spec.model_class, spec.config, max_model_len, policy.dtype, policy.device)
-        self._weights = weight_table(module)
+        self._weights = {name: Target.whole(tensor) for name, tensor in weight_table(module).items()}
         self._trunk, self._head = split_head(module)
         self._windows, self._ops = spec.windows, policy.ops
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Target]:
         return self._weights
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:

@@ -11,6 +11,9 @@ from model_runner.layers.attention import Attention
 from model_runner.layers.linear import Linear
 from model_runner.layers.mlp import MLP
 from model_runner.layers.norm import LayerNorm, NoNorm
+from model_runner.layers.vocabulary import Vocabulary
+from model_runner.shard import all_of
+from model_runner.target import Target
 
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
@@ -29,7 +32,7 @@ class GPTLayer:
         self.mlp_norm = LayerNorm(spec.hidden_size, spec.norm_eps, policy)
         self.mlp = MLP(spec, policy)
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self) -> dict[str, Target]:
         parts = {
             "input_layernorm": self.attention_norm,
             "self_attn": self.attention,
@@ -53,31 +56,32 @@ class GPTLayer:
 
 class GPT:
     def __init__(self, spec: ModelSpec, policy: DevicePolicy) -> None:
-        size, dtype, device = spec.embedding_size or spec.hidden_size, policy.dtype, policy.device
-        self.embedding = torch.empty(spec.vocab_size, size, dtype=dtype, device=device)
+        size = spec.embedding_size or spec.hidden_size
+        self._tied = spec.tie_word_embeddings
+        self.embedding = Vocabulary(spec.vocab_size, size, policy)
         rows = spec.position_offset + spec.max_position_embeddings
-        self.positions = torch.empty(rows, spec.hidden_size, dtype=dtype, device=device)
+        self.positions = torch.empty(rows, spec.hidden_size, dtype=policy.dtype, device=policy.device)
         self._position_offset = spec.position_offset
         self.layers = [GPTLayer(spec, layer, policy) for layer in range(spec.num_layers)]
         # The sums of the last layer are normed already, where sums are what is normed.
         self.norm = NoNorm() if spec.norm_place == "sum" else LayerNorm(spec.hidden_size, spec.norm_eps, policy)
-        projected = size != spec.hidden_size
-        self.project_in = Linear(size, [spec.hidden_size], False, policy) if projected else None
-        self.project_out = Linear(spec.hidden_size, [size], False, policy) if projected else None
-        self.head = None if spec.tie_word_embeddings else Linear(size, [spec.vocab_size], False, policy)
+        outer, inner = all_of(size), all_of(spec.hidden_size)
+        self.project_in = Linear(outer, [inner], False, policy) if outer != inner else None
+        self.project_out = Linear(inner, [outer], False, policy) if outer != inner else None
+        self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, size, policy)
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        table = {"model.embed_tokens.weight": self.embedding, "model.embed_positions.weight": self.positions}
+    def weights(self) -> dict[str, Target]:
+        table = self.embedding.slices("model.embed_tokens")
+        table |= {"model.embed_positions.weight": Target.whole(self.positions)}
         table |= {f"model.norm.{name}": target for name, target in self.norm.weights().items()}
         for layer in self.layers:
             table |= layer.weights()
-        linears = {"model.project_in": self.project_in, "model.project_out": self.project_out, "lm_head": self.head}
-        for name, linear in linears.items():
+        for name, linear in (("model.project_in", self.project_in), ("model.project_out", self.project_out)):
             table |= {} if linear is None else linear.slices([name])
-        return table
+        return table if self._tied else table | self.head.slices("lm_head")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        x = F.embedding(batch.input_ids, self.embedding)
+        x = self.embedding.embed(batch.input_ids)
         if self.project_in is not None:
             x = self.project_in(x)
         x += F.embedding(batch.positions + self._position_offset, self.positions)
@@ -87,4 +91,4 @@ class GPT:
         return x if self.project_out is None else self.project_out(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (F.linear(hidden, self.embedding) if self.head is None else self.head(hidden)).float()
+        return self.head.logits(hidden)

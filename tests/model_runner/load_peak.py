@@ -1,8 +1,9 @@
 """Loads models, each in a process of its own, and tells how much memory that took at its peak.
 
-    python -m tests.model_runner.load_peak PATH...
+    python -m tests.model_runner.load_peak RANK SIZE PATH...
 
-writes a line for each: bytes of the weights, and what the process held at most beside what it held before.
+as one of so many workers, writes a line for each: bytes of the weights, and what the process held at most beside what
+it held before.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ from pathlib import Path
 
 import torch
 
+from model_runner.device import make_device
 from model_runner.runner import ModelRunner
 from protos.config import EngineConfig, build
 from protos.model_files import read_model_spec
+from protos.place import Place
 
 
-def load(path: Path) -> int:
+def load(path: Path, place: Place) -> int:
     config = build(EngineConfig, model=str(path), num_kv_blocks=8, max_num_seqs=2, num_threads=1, device="cpu")
-    return ModelRunner(config, read_model_spec(path), ()).load(path, lambda done, total: None).weight_bytes
+    spec = read_model_spec(path)
+    runner = ModelRunner(config, spec, (), make_device(config, spec, place))
+    return runner.load(path, lambda done, total: None).weight_bytes
 
 
 def kilobytes(name: str) -> int:
@@ -31,15 +36,16 @@ def kilobytes(name: str) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
-    small, *paths = [Path(argument) for argument in sys.argv[1:]]
+    place = Place(rank=int(sys.argv[1]), tensor_size=int(sys.argv[2]))
+    small, *paths = [Path(argument) for argument in sys.argv[3:]]
     for path in paths:
         if os.fork():
             os.wait()
             continue
-        load(small)  # brings in the code of a load
+        load(small, place)  # brings in the code of a load
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
         before = kilobytes("VmRSS")
-        weight_bytes = load(path)
+        weight_bytes = load(path, place)
         sys.stdout.write(f"{weight_bytes} {(kilobytes('VmHWM') - before) << 10}\n")
         sys.stdout.flush()
         os._exit(0)

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from gpu_executor.worker import Worker
-from model_runner.runner import ModelRunner
 from protos.config import EngineConfig, build
-from protos.model_files import read_model_spec
 from tests.model_runner.driver import Driver
 from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.test_tiny_models import GPT2, QWEN3_MOE, TOKENS
-from tests.model_runner.tiny import VOCAB, chunk_logits, save_tiny
+from tests.model_runner.tiny import VOCAB, chunk_logits, make_runner, save_tiny, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from model_runner.runner import ModelRunner
 
 MODELS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"attention_bias": True},
@@ -39,7 +39,7 @@ def config(path: Path) -> EngineConfig:
 
 
 def load(path: Path) -> ModelRunner:
-    runner = ModelRunner(config(path), read_model_spec(path), ())
+    runner = make_runner(path, config(path))
     runner.load(path, lambda done, total: None)
     return runner
 
@@ -52,7 +52,7 @@ def test_logits_are_those_of_a_model_that_knows_nothing(directory: Path):
 
 
 def test_weights_are_the_same_each_time_and_differ_from_each_other(directory: Path):
-    first, second = (load(directory).model.weights() for _ in range(2))
+    first, second = (tensors(load(directory)) for _ in range(2))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     matrices = [weight.flatten()[:64] for weight in first.values() if weight.ndim > 1]
@@ -76,5 +76,5 @@ def test_a_worker_loads_and_draws_without_files_of_weights(directory: Path):
 def test_of_a_gguf_file_the_header_is_enough(tmp_path: Path):
     path = tmp_path / "tiny.gguf"
     write_gguf(path, save_tiny(tmp_path, "LlamaForCausalLM"), "llama")
-    weights = load(path).model.weights()["model.layers.0.mlp.down_proj.weight"]
+    weights = tensors(load(path))["model.layers.0.mlp.down_proj.weight"]
     assert 0.8 < weights.std() * 96**0.5 < 1.2

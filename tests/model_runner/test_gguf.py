@@ -19,7 +19,7 @@ from protos.model_files import read_model_spec
 from tests.model_runner import gguf_files
 from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.test_tiny_models import ENDS, LLAMA3, TOKENS
-from tests.model_runner.tiny import chunk_logits, load_tiny, reference_logits, save_tiny
+from tests.model_runner.tiny import chunk_logits, load_tiny, reference_logits, save_tiny, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -203,7 +203,7 @@ def test_weights_of_a_file_equal_the_package_bit_for_bit(type_id: int, tmp_path:
     path = tmp_path / "tiny.gguf"
     with np.errstate(all="ignore"):
         write_gguf(path, model, "llama", BLOCK_FORMATS[type_id][0])
-        ours = load_tiny(path).model.weights()
+        ours = tensors(load_tiny(path))
     names = [name for name, weight in model.state_dict().items() if weight.ndim == 2]
     assert len(names) == len(expected) == 9
     for name, weights in zip(names, expected.values(), strict=True):

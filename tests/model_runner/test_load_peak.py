@@ -83,7 +83,7 @@ def test_beside_the_model_a_load_holds_one_shard(tmp_path: Path):
     write_directory(tmp_path / "small")
     paths = [tmp_path / name for name in ("same", "cast", "single", "tiny.gguf")]
     result = subprocess.run(
-        [sys.executable, "-m", "tests.model_runner.load_peak", *map(str, [tmp_path / "small", *paths])],
+        [sys.executable, "-m", "tests.model_runner.load_peak", "0", "1", *map(str, [tmp_path / "small", *paths])],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -24,6 +24,7 @@ from protos.messages import EngineCoreRequest, Sampling
 from protos.model_files import read_model_spec, resolve_model
 from tests.model_runner.driver import Driver
 from tests.model_runner.prompts import load_prompts
+from tests.model_runner.tiny import tensors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,7 @@ class Engine:
     @property
     def weights(self) -> dict[str, torch.Tensor]:
         runner: ModelRunner = self.worker._loaded()
-        return runner.model.weights()
+        return tensors(runner)
 
     def driver(self) -> Driver:
         return Driver(self.worker, self.info.num_blocks, 256)

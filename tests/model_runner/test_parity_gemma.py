@@ -14,16 +14,18 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
 from async_engine.tokenizer import load_tokenizer
-from model_runner.runner import ModelRunner
 from protos.config import EngineConfig, build
 from protos.gguf import read_gguf
 from protos.model_files import read_model_spec
 from tests.gemma import gemma_gguf
 from tests.model_runner.driver import Driver
 from tests.model_runner.greedy import Greedy
+from tests.model_runner.tiny import make_runner, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from model_runner.runner import ModelRunner
 
 pytestmark = [pytest.mark.gemma, pytest.mark.timeout(300)]
 NUM_TOKENS = 32
@@ -99,14 +101,14 @@ def expected(theirs: Any, prompts: list[list[int]]) -> Greedy:
 @pytest.fixture(scope="module")
 def runner(theirs: Any, file: Path) -> ModelRunner:
     """Made behind theirs, so that what they need for loading is free again."""
-    runner = ModelRunner(build(EngineConfig, max_num_seqs=8, num_kv_blocks=NUM_BLOCKS), read_model_spec(file), ())
+    runner = make_runner(file, build(EngineConfig, max_num_seqs=8, num_kv_blocks=NUM_BLOCKS))
     runner.load(file, lambda done, total: None)
     return runner
 
 
 def test_weights_equal_what_transformers_reads_from_the_file(runner: ModelRunner, theirs: Any):
     """Bit for bit, but for the 1 that they take from norms and give back."""
-    ours, table = runner.model.weights(), theirs.state_dict()
+    ours, table = tensors(runner), theirs.state_dict()
     assert ours.keys() == table.keys() - {"lm_head.weight"}
     for name, tensor in ours.items():
         if name.endswith("norm.weight"):

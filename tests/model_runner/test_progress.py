@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from async_engine.load_bar import LoadBar
-from model_runner.runner import ModelRunner
 from protos.config import EngineConfig, build
 from protos.gguf import read_gguf
-from protos.model_files import read_model_spec
 from tests.model_runner.gguf_files import write_gguf
-from tests.model_runner.tiny import save_tiny
+from tests.model_runner.tiny import make_runner, save_tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(directory: Path, file_format: str, report: Any) -> int:
     path = directory / "tiny.gguf" if file_format == "gguf" else directory
     load_format = "dummy" if file_format == "dummy" else "auto"
-    runner = ModelRunner(build(EngineConfig, num_kv_blocks=64, load_format=load_format), read_model_spec(path), ())
+    runner = make_runner(path, build(EngineConfig, num_kv_blocks=64, load_format=load_format))
     return runner.load(path, report).weight_bytes
 
 

@@ -18,7 +18,7 @@ from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.greedy import Greedy
 from tests.model_runner.hostile import safetensors_bytes
 from tests.model_runner.test_tiny_models import ENDS, QWEN3_MOE, TOKENS
-from tests.model_runner.tiny import VOCAB, chunk_logits, load_tiny, reference_logits, save_tiny
+from tests.model_runner.tiny import VOCAB, chunk_logits, load_tiny, reference_logits, save_tiny, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,7 +134,7 @@ def test_number_of_experts_by_either_name(directory: Path, model: Any, tmp_path:
 def test_a_gguf_file_of_blocks(kind: str, model: Any, tmp_path: Path):
     """Experts are cut out of quantised tensors where their blocks begin."""
     write_gguf(tmp_path / "tiny.gguf", model, MODELS[kind][2], "Q8_0")
-    weights, exact = load_tiny(tmp_path / "tiny.gguf").model.weights(), model.state_dict()
+    weights, exact = tensors(load_tiny(tmp_path / "tiny.gguf")), model.state_dict()
     for expert in range(model.config.num_experts):
         gate_up = exact["model.layers.1.mlp.experts.gate_up_proj"][expert]
         down = exact["model.layers.1.mlp.experts.down_proj"][expert]

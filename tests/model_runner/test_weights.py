@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model_runner.runner import ModelRunner
+from model_runner.target import Target
 from model_runner.weights import load_weights
 from protos.config import EngineConfig, build
 from protos.errors import StartupError
 from protos.model_files import read_model_spec
 from tests.model_runner.hostile import safetensors_bytes
 from tests.model_runner.test_tiny_models import ENDS, GPT2, OPT, TOKENS
-from tests.model_runner.tiny import chunk_logits, load_tiny, reference_logits, save_tiny
+from tests.model_runner.tiny import chunk_logits, load_tiny, make_runner, reference_logits, save_tiny, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,7 +54,7 @@ def test_sharded_weights_equal_single_ones(tmp_path: Path):
 
 def test_every_slice_of_a_merged_weight_is_filled(tmp_path: Path, model: Any):
     runner = load_tiny(tmp_path)
-    ours = runner.model.weights()
+    ours = tensors(runner)
     theirs = model.state_dict()
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -69,7 +69,7 @@ def test_a_tied_head_is_the_embedding_and_its_copy_in_the_file_is_ignored(tmp_pa
     save_tiny(tmp_path, "LlamaForCausalLM", tie_word_embeddings=True)
     rewrite(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(199, 64)}))
     runner = load_tiny(tmp_path)
-    assert "lm_head.weight" not in runner.model.weights()
+    assert "lm_head.weight" not in tensors(runner)
     assert chunk_logits(runner, TOKENS, [5]).abs().max() > 1
 
 
@@ -87,7 +87,7 @@ def test_names_may_have_other_modules_around(prefix: str, tmp_path: Path, model:
     rewrite(tmp_path, rename)
     theirs = model.state_dict()
     assert f"{prefix}layers.0.mlp.up_proj.weight" in load_file(tmp_path / SINGLE)
-    for name, tensor in load_tiny(tmp_path).model.weights().items():
+    for name, tensor in tensors(load_tiny(tmp_path)).items():
         assert torch.equal(tensor, theirs[name]), name
 
 
@@ -99,9 +99,10 @@ def test_one_tensor_by_two_names_is_named(tmp_path: Path, model: Any):
 def test_experts_that_a_model_holds_stacked_are_not_cut(tmp_path: Path, model: Any):
     name = "mlp.experts.gate_up_proj"
     rewrite(tmp_path, lambda tensors: (tensors.clear(), tensors.update({name: torch.rand(4, 6, 5)})))
-    table = {f"model.{name}": torch.zeros(4, 6, 5)}
+    tensor = torch.zeros(4, 6, 5)
+    table = {f"model.{name}": Target.whole(tensor)}
     load_weights(tmp_path, read_model_spec(tmp_path), "auto", table, lambda done, total: None)
-    assert torch.equal(table[f"model.{name}"], load_file(tmp_path / SINGLE)[name])
+    assert torch.equal(tensor, load_file(tmp_path / SINGLE)[name])
 
 
 @pytest.mark.parametrize("ours", [torch.float32, torch.bfloat16, torch.float16])
@@ -116,7 +117,7 @@ def test_weights_are_cast_once(theirs: torch.dtype, ours: torch.dtype, tmp_path:
     )
     runner = load_tiny(tmp_path, dtype=str(ours).removeprefix("torch."))
     for name, stored in load_file(tmp_path / SINGLE).items():
-        held = runner.model.weights()[name]
+        held = tensors(runner)[name]
         assert held.dtype == (torch.float32 if "norm" in name else ours)
         assert torch.equal(held, stored.to(held.dtype)), name
 
@@ -170,7 +171,7 @@ def test_a_wrong_shape_of_a_turned_matrix_is_named(tmp_path: Path):
 
 
 def test_threads_are_as_before_behind_a_load(tmp_path: Path, model: Any):
-    runner = ModelRunner(build(EngineConfig, num_kv_blocks=64), read_model_spec(tmp_path), ())
+    runner = make_runner(tmp_path, build(EngineConfig, num_kv_blocks=64))
     threads = torch.get_num_threads()
     runner.load(tmp_path, lambda done, total: None)
     assert torch.get_num_threads() == threads

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from model_runner.device import make_device
 from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
 from protos.config import EngineConfig, build
@@ -17,6 +19,8 @@ from tests.model_runner.driver import GREEDY
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from model_runner.parallel import Workers
 
 VOCAB = 199
 SHAPE: dict[str, Any] = {
@@ -48,9 +52,23 @@ def save_tiny(directory: Path, architecture: str, max_shard_size: str = "1GB", *
     return model
 
 
+def make_runner(path: Path, config: EngineConfig, workers: Workers | None = None) -> ModelRunner:
+    """Not loaded yet; of workers that have met, the part of one."""
+    spec = full_spec(path, read_model_spec(path))
+    policy = make_device(config, spec) if workers is None else make_device(config, spec, workers.place)
+    if workers is not None:
+        policy = replace(policy, workers=workers)
+    return ModelRunner(config, spec, (), policy)
+
+
+def tensors(runner: ModelRunner) -> dict[str, torch.Tensor]:
+    """The model's, by the names of the checkpoint."""
+    return {name: target.tensor for name, target in runner.model.weights().items()}
+
+
 def load_tiny(path: Path, **options: Any) -> ModelRunner:
     config = build(EngineConfig, **{"max_num_seqs": 8, "num_kv_blocks": 64, **options})
-    runner = ModelRunner(config, full_spec(path, read_model_spec(path)), ())
+    runner = make_runner(path, config)
     runner.load(path, lambda done, total: None)
     return runner
 
