@@ -22,8 +22,9 @@ def make_executor(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Execu
 
             return UniprocExecutor(config, eos_token_ids)
         case "multiproc":
-            from gpu_executor.multiproc import MultiprocExecutor
+            from gpu_executor.group import WorkerGroup
+            from gpu_executor.multiproc import LocalWorkers
 
-            return MultiprocExecutor(config, eos_token_ids)
+            return WorkerGroup(config, LocalWorkers(config, eos_token_ids))
         case "ray":
             raise StartupError("--executor ray is not there yet; use multiproc")

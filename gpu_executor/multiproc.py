@@ -1,4 +1,4 @@
-"""MultiprocExecutor: a process for each worker, all on this node.
+"""LocalWorkers: a process for each worker, all on this node, and the ring that steps go through.
 
              ring (shared memory): every step, once for all
 core process ═════════════╤═══════════════╤═══════════════►
@@ -9,327 +9,69 @@ core process ═════════════╤════════�
 
 from __future__ import annotations
 
-import logging
 import os
-import select
-import threading
 import time
-from collections import deque
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gpu_executor import wire
-from gpu_executor.executor import StepFailedError, WorkersDiedError
 from gpu_executor.ring import SPIN_SECONDS, RingWriter
 from gpu_executor.worker_process import WorkerProcess
-from protos.errors import StartupError
 from protos.place import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
 
     from protos.config import EngineConfig
-    from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
-
-logger = logging.getLogger(__name__)
-
-STOP_SECONDS = 2.0
-"""That workers get to leave by themselves."""
-ROOT_CAUSE_SECONDS = 1.0
-"""That a start which fails is given to tell why: one worker's end makes others fail in ways that say nothing."""
-FAILURE_SECONDS = 5.0
-"""After a step failed on one worker, until it has to have failed on all: one that waits for another never ends."""
-STALL_SECONDS = 5.0
-"""After which the log tells what each worker is at; then after twice as long, and so on."""
-WATCH_SECONDS = 1.0
-MOMENT = 0.001
-"""Seconds between two looks whether the slowest worker has made room in the ring."""
-_SAMPLE = wire.encoder.encode(wire.Sample())
 
 
-class MultiprocExecutor:
-    """Starts workers, drives them by the ring and ends them. A worker that dies takes the others along.
-
-    Everything but the watch for deaths happens on the core's main thread.
-    """
+class LocalWorkers:
+    """The way to workers of this node."""
 
     def __init__(
-        self,
-        config: EngineConfig,
-        eos_token_ids: tuple[int, ...],
-        worker_module: str = "gpu_executor.worker_proc",
-        stall_seconds: float = STALL_SECONDS,
+        self, config: EngineConfig, eos_token_ids: tuple[int, ...], worker_module: str = "gpu_executor.worker_proc"
     ) -> None:
         """`worker_module` is what a worker's process runs."""
         self._config = config
         self._eos_token_ids = eos_token_ids
         self._worker_module = worker_module
-        self._stall_seconds = stall_seconds
-        self._num_workers = config.parallel.num_workers
-        self.workers: list[WorkerProcess] = []
-        self._ring: RingWriter
-        self._by_descriptor: dict[int, WorkerProcess] = {}
-        self._poll = select.poll()
-        self._lock = threading.Lock()
-        self._death: WorkersDiedError | None = None
-        self._closing = False
-        self._watcher: threading.Thread | None = None
-        self._begins: deque[tuple[int, int]] = deque()
-        """Of late steps: id, and how much of the ring whoever has begun with it has read."""
-        self._outputs: dict[int, ModelRunnerOutput] = {}
-        self._failures: dict[int, dict[int, str]] = {}
-        """By step and worker."""
-        self._failed_at = 0.0
-        """When a step failed last on a first worker."""
+        self._workers: list[WorkerProcess] = []
+        self._ring: RingWriter | None = None
 
-    # Start ------------------------------------------------------------------------------------
-
-    def start(self, report: Callable[[int, int], None], died: Callable[[WorkersDiedError], None]) -> WorkerInfo:
-        try:
-            self._spawn()
-            info = self._common(self._load(report))
-        except BaseException:
-            self._stop(grace=0)
-            raise
-        self._watcher = threading.Thread(target=self._watch, args=(died,), name="worker-watch", daemon=True)
-        self._watcher.start()
-        return info
-
-    def _spawn(self) -> None:
-        self._ring = RingWriter(self._num_workers)
+    def start(self) -> Sequence[WorkerProcess]:
+        parallel = self._config.parallel
+        ring = self._ring = RingWriter(parallel.num_workers)
+        spin_seconds = SPIN_SECONDS if len(os.sched_getaffinity(0)) > parallel.num_workers else 0.0
         # A file without a name is where torch.distributed lets them meet: there is no port that two engines want.
         meeting = os.memfd_create("tailrace-rendezvous")
-        num_cores = len(os.sched_getaffinity(0))
         try:
-            for rank in range(self._num_workers):
+            for rank, wake in enumerate(ring.wakes):
                 place = Place(
                     rank=rank,
-                    tensor_size=self._config.parallel.tensor_parallel_size,
-                    pipeline_size=self._config.parallel.pipeline_parallel_size,
+                    tensor_size=parallel.tensor_parallel_size,
+                    pipeline_size=parallel.pipeline_parallel_size,
                     local_rank=rank,
-                    local_size=self._num_workers,
-                    rendezvous=f"file:///proc/self/fd/{meeting}" if self._num_workers > 1 else "",
+                    local_size=parallel.num_workers,
+                    rendezvous=f"file:///proc/self/fd/{meeting}" if parallel.num_workers > 1 else "",
                 )
-                spin_seconds = SPIN_SECONDS if num_cores > self._num_workers else 0.0
                 start = wire.Start(self._config, self._eos_token_ids, place, spin_seconds)
-                wake = self._ring.wakes[rank]
-                worker = WorkerProcess(self._worker_module, start, self._ring.descriptor, wake, [meeting])
-                self.workers.append(worker)
-                self._by_descriptor[worker.fileno()] = worker
-                self._poll.register(worker, select.POLLIN)
+                self._workers.append(WorkerProcess(self._worker_module, start, ring.descriptor, wake, [meeting]))
         finally:
             os.close(meeting)
+        return self._workers
 
-    def _load(self, report: Callable[[int, int], None]) -> list[WorkerInfo]:
-        """Waits until all are loaded, and tells the sum of their progress. Raises StartupError, with the root cause."""
-        loading: dict[int, wire.Loading] = {}
-        infos: dict[int, WorkerInfo] = {}
-        failure, failed_at, num_ended = "", 0.0, 0
-        while len(infos) < self._num_workers:
-            for worker, message in self._receive(WATCH_SECONDS):
-                match message:
-                    case wire.Loading():
-                        loading[worker.rank] = message
-                        if len(loading) == self._num_workers:
-                            report(
-                                sum(each.done for each in loading.values()),
-                                sum(each.total for each in loading.values()),
-                            )
-                    case wire.Loaded():
-                        infos[worker.rank] = message.info
-                    case wire.LoadFailed(text, is_known):
-                        if is_known:
-                            raise StartupError(text)
-                        failure = failure or f"{worker}: {text}"
-                        failed_at = failed_at or time.monotonic()
-                    case None:
-                        failure = failure or f"{worker} {worker.how_it_ended()} while it was loading"
-                        failed_at = failed_at or time.monotonic()
-                        num_ended += 1
-            if failure and (num_ended == self._num_workers or time.monotonic() > failed_at + ROOT_CAUSE_SECONDS):
-                raise StartupError(failure)
-        return [infos[rank] for rank in range(self._num_workers)]
-
-    def _common(self, infos: list[WorkerInfo]) -> WorkerInfo:
-        """What all workers together hold. Raises StartupError where they do not hold the same blocks."""
-        for rank, info in enumerate(infos):
-            if (info.num_blocks, info.max_model_len) != (infos[0].num_blocks, infos[0].max_model_len):
-                raise StartupError(
-                    f"worker {rank} holds {info.num_blocks} KV blocks and contexts of {info.max_model_len}, worker 0 "
-                    f"{infos[0].num_blocks} and {infos[0].max_model_len}; set --num-kv-blocks and --max-model-len"
-                )
-        told = infos[-self._config.parallel.tensor_parallel_size]  # by the worker whose tokens are taken
-        return msgspec.structs.replace(
-            told,
-            weight_bytes=sum(info.weight_bytes for info in infos),
-            kv_cache_bytes=sum(info.kv_cache_bytes for info in infos),
-        )
-
-    # Steps ------------------------------------------------------------------------------------
-
-    def execute(self, step: SchedulerOutput) -> None:
-        self._step_id = step.step_id
-        self._write(wire.encoder.encode(wire.Execute(step)))
-        self._begins.append((step.step_id, self._ring.num_written))
-
-    def sample(self, mask: GrammarMask | None = None) -> _Pending:
-        self._write(_SAMPLE if mask is None else wire.encoder.encode(wire.Sample(mask)))
-        return _Pending(self, self._step_id)
-
-    def result(self, step_id: int) -> ModelRunnerOutput:
-        """Of a step that was sampled, each to be asked for once, in order."""
-        stall = _Stall(self._stall_seconds)
-        while True:
-            if self._death is not None:
-                raise self._death
-            failures = self._failures.get(step_id, {})
-            if len(failures) == self._num_workers:
-                del self._failures[step_id]
-                raise StepFailedError(failures[0])
-            if self._failures:
-                self._stay_at_one(step_id)
-            if step_id in self._outputs:
-                self._forget_begins()
-                return self._outputs.pop(step_id)
-            self._take_in(WATCH_SECONDS)
-            if stall.is_due():
-                self._tell_stall(step_id, stall.seconds)
-
-    def _write(self, message: bytes) -> None:
-        stall = _Stall(self._stall_seconds)
-
-        def wait() -> None:
-            self._take_in(MOMENT)  # a worker may be waiting for us to take what it tells
-            if stall.is_due():
-                self._tell_stall(self._step_id, stall.seconds)
-
-        if self._death is not None:
-            raise self._death
+    def send(self, message: bytes, wait: Callable[[], None]) -> int:
+        assert self._ring is not None, "start comes first"
         self._ring.write(message, wait)
+        return self._ring.num_written
 
-    def _receive(self, seconds: float) -> Iterator[tuple[WorkerProcess, wire.FromWorker | None]]:
-        """What workers tell within so many seconds; None for one whose process has ended, once."""
-        for descriptor, _ in self._poll.poll(seconds * 1e3):
-            worker = self._by_descriptor[descriptor]
-            messages = worker.receive()
-            if messages is None:
-                self._poll.unregister(worker)
-                yield worker, None
-            else:
-                for message in messages:
-                    yield worker, message
+    def num_taken(self, rank: int) -> int:
+        assert self._ring is not None, "start comes first"
+        return self._ring.num_read(rank)
 
-    def _take_in(self, seconds: float) -> None:
-        """All that is there at once: a failure, told before another worker could go on, is seen before its result."""
-        for worker, message in self._receive(seconds):
-            match message:
-                case wire.Drawn(output):
-                    self._outputs[output.step_id] = output
-                case wire.StepFailed(step_id, error):
-                    failures = self._failures.setdefault(step_id, {})
-                    if not failures:
-                        self._failed_at = time.monotonic()
-                    failures[worker.rank] = error
-                case None:
-                    raise self._lost(worker)
-
-    def _stay_at_one(self, step_id: int) -> None:
-        """Raises if a step, up to this one, failed on some workers and not on others."""
-        for failed, failures in self._failures.items():
-            is_over = failed < step_id or failed in self._outputs
-            if failed <= step_id and (is_over or time.monotonic() > self._failed_at + FAILURE_SECONDS):
-                rank, error = next(iter(failures.items()))
-                others = [str(each) for each in self.workers if each.rank not in failures]
-                raise self._die(f"{self.workers[rank]} failed in step {failed} ({error}), not so {', '.join(others)}")
-
-    # Deaths and stalls ------------------------------------------------------------------------
-
-    def _watch(self, died: Callable[[WorkersDiedError], None]) -> None:
-        """The watcher's thread: sees the first end of a worker, while the core has nothing to do too."""
-        poll = select.poll()
-        for worker in self.workers:
-            poll.register(worker, select.POLLRDHUP)
-        ((descriptor, _), *_) = poll.poll()
-        if not self._closing:
-            died(self._lost(self._by_descriptor[descriptor]))
-
-    def _lost(self, worker: WorkerProcess) -> WorkersDiedError:
-        return self._die(f"{worker} {worker.how_it_ended()}; {self._where(worker)}")
-
-    def _die(self, text: str) -> WorkersDiedError:
-        """What all are told from now on: the first reason counts. Ends the other workers, which wait for nothing."""
-        with self._lock:
-            if self._death is None:
-                self._death = WorkersDiedError(text)
-                for worker in self.workers:
-                    worker.kill()
-            return self._death
-
-    def _where(self, worker: WorkerProcess) -> str:
-        num_read = self._ring.num_read(worker.rank)
-        begun = [step_id for step_id, read in tuple(self._begins) if read <= num_read]
-        return f"its last step was {begun[-1]}" if begun else "it had no step yet"
-
-    def _tell_stall(self, step_id: int, seconds: float) -> None:
-        where = "; ".join(f"{worker}, state {worker.state()}: {self._where(worker)}" for worker in self.workers)
-        logger.warning("step %d is not back after %.0f s. %s", step_id, seconds, where)
-
-    def _forget_begins(self) -> None:
-        """Of steps that all workers are past."""
-        slowest = min(self._ring.num_read(worker.rank) for worker in self.workers)
-        while len(self._begins) > 1 and self._begins[1][1] <= slowest:
-            self._begins.popleft()
-
-    # The end ----------------------------------------------------------------------------------
-
-    def shutdown(self) -> None:
-        if self.workers and not self._closing:
-            self._stop(STOP_SECONDS)
-
-    def _stop(self, grace: float) -> None:
-        self._closing = True
-        if not hasattr(self, "_ring"):
-            return
-        if grace and self._death is None:
-            try:
-                self._ring.write(wire.encoder.encode(wire.Stop()), _no_room)
-            except TimeoutError:
-                grace = 0
+    def close(self, grace: float) -> None:
         end = time.monotonic() + grace
-        for worker in self.workers:
-            worker.close(max(0.0, end - time.monotonic()))
-        if self._watcher is not None:
-            self._watcher.join()
-        self._ring.close()
-
-
-class _Pending:
-    """The result of a step that workers run."""
-
-    def __init__(self, executor: MultiprocExecutor, step_id: int) -> None:
-        self._executor = executor
-        self._step_id = step_id
-
-    def result(self) -> ModelRunnerOutput:
-        return self._executor.result(self._step_id)
-
-
-class _Stall:
-    """Says when waiting has become so long that it is to be told, ever more seldom."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = 0.0
-        self._began = time.monotonic()
-        self._next = seconds
-
-    def is_due(self) -> bool:
-        self.seconds = time.monotonic() - self._began
-        if self.seconds < self._next:
-            return False
-        self._next = 2 * self.seconds
-        return True
-
-
-def _no_room() -> None:
-    raise TimeoutError("a worker does not read")
+        for worker in self._workers:
+            worker.end(max(0.0, end - time.monotonic()))
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None

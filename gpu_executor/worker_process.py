@@ -49,7 +49,6 @@ class WorkerProcess:
         return self._socket.fileno()
 
     def receive(self) -> list[wire.FromWorker] | None:
-        """What has come, waiting for some; None once the process has ended."""
         try:
             size = self._socket.recv_into(self._buffer)
         except ConnectionResetError:
@@ -57,7 +56,6 @@ class WorkerProcess:
         return list(self._decoder.feed(memoryview(self._buffer)[:size])) if size else None
 
     def how_it_ended(self) -> str:
-        """To be asked once `receive` has returned None, or after `kill`."""
         try:
             code = self._process.wait(timeout=1.0)  # its socket closes a moment before it is gone
         except subprocess.TimeoutExpired:
@@ -65,20 +63,22 @@ class WorkerProcess:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def state(self) -> str:
-        """The kernel's letter for what it does: R runs, S sleeps, D waits for a device, T is stopped, Z is dead."""
+        """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z is dead."""
         try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return "state " + Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
-            return "Z"
+            return "gone"
 
     def kill(self) -> None:
         self._process.kill()
 
-    def close(self, grace: float) -> None:
+    def end(self, grace: float) -> None:
         """Waits so many seconds for it to leave, else makes it."""
         try:
             self._process.wait(grace)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    def close(self) -> None:
         self._socket.close()

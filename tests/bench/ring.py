@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_engine.bench.table import format_table
-from gpu_executor.multiproc import MultiprocExecutor
+from gpu_executor.group import WorkerGroup
+from gpu_executor.multiproc import LocalWorkers
 from protos.config import EngineConfig, build
 from protos.place import ONLY
 from protos.step import SchedulerOutput
@@ -39,7 +40,7 @@ class Ring:
 
     def __init__(self, num_workers: int) -> None:
         config = build(EngineConfig, model="null", executor="multiproc", tensor_parallel_size=num_workers)
-        self._executor = MultiprocExecutor(config, (), "tests.bench.idle_worker")
+        self._executor = WorkerGroup(config, LocalWorkers(config, (), "tests.bench.idle_worker"))
         self._executor.start(lambda done, total: None, lambda error: None)
 
     def dispatch(self, step: SchedulerOutput) -> Any:

@@ -71,7 +71,11 @@ def shared_memory_before():
 
 def test_core_that_is_killed_leaves_no_worker_and_no_memory(shared_memory_before):
     async def main():
-        async with serving(null_step_ms=2, tensor_parallel_size=2, pipeline_parallel_size=2) as (llm, stub, _):
+        async with serving(null_step_ms=2, executor="multiproc", tensor_parallel_size=2, pipeline_parallel_size=2) as (
+            llm,
+            stub,
+            _,
+        ):
             workers = children(llm.core.pid)
             os.kill(llm.core.pid, signal.SIGKILL)
             await replaced(llm, 1)

@@ -1,4 +1,4 @@
-"""MultiprocExecutor: workers in processes, over the null model."""
+"""WorkerGroup over LocalWorkers: workers in processes, with the null model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from core_proc.engine_core import EngineCore
 from core_proc.request import make_request
 from gpu_executor.executor import StepFailedError, WorkersDiedError
 from gpu_executor.factory import make_executor
-from gpu_executor.multiproc import MultiprocExecutor
+from gpu_executor.group import WorkerGroup
+from gpu_executor.multiproc import LocalWorkers
 from protos.config import EngineConfig, build
 from protos.errors import InvalidRequestError, StartupError
 from protos.messages import EngineCoreRequest, Sampling
@@ -33,7 +35,7 @@ PATIENCE = 30.0
 
 
 def config(**options: Any) -> EngineConfig:
-    return build(EngineConfig, **({"model": "null", "tensor_parallel_size": 2} | options))
+    return build(EngineConfig, **({"model": "null", "executor": "multiproc", "tensor_parallel_size": 2} | options))
 
 
 class Started:
@@ -41,15 +43,16 @@ class Started:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch = monkeypatch
-        self.executors: list[MultiprocExecutor] = []
+        self.executors: list[WorkerGroup] = []
         self.reports: list[tuple[int, int]] = []
         self.deaths: queue.SimpleQueue[WorkersDiedError] = queue.SimpleQueue()
         self.info: WorkerInfo
 
-    def __call__(self, faults: dict[int, dict[str, Any]] | None = None, **options: Any) -> MultiprocExecutor:
+    def __call__(self, faults: dict[int, dict[str, Any]] | None = None, **options: Any) -> WorkerGroup:
         self._monkeypatch.setenv("FAULTS", json.dumps(faults or {}))
         stall_seconds = options.pop("stall_seconds", 5.0)
-        executor = MultiprocExecutor(config(**options), (), "tests.gpu_executor.faulty_worker", stall_seconds)
+        wanted = config(**options)
+        executor = WorkerGroup(wanted, LocalWorkers(wanted, (), "tests.gpu_executor.faulty_worker"), stall_seconds)
         self.executors.append(executor)
         self.info = executor.start(lambda done, total: self.reports.append((done, total)), self.deaths.put)
         return executor
@@ -67,15 +70,20 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     assert set(os.listdir("/proc/self/fd")) == descriptors
 
 
-def run_step(executor: MultiprocExecutor, step_id: int) -> list[int]:
+def run_step(executor: WorkerGroup, step_id: int) -> list[int]:
     executor.execute(step(step_id))
     return executor.sample().result().token_ids.tolist()
 
 
-def run_steps(executor: MultiprocExecutor, first: int) -> None:
+def run_steps(executor: WorkerGroup, first: int) -> None:
     """Steps until one raises: what befalls a worker whose tokens are not taken may be told after some results."""
     for step_id in range(first, 10_000):
         run_step(executor, step_id)
+
+
+def until_gone(pid: int) -> None:
+    while is_alive(pid):
+        time.sleep(0)
 
 
 def outputs_of(core: EngineCore) -> list[bytes]:
@@ -106,8 +114,10 @@ def test_core_tells_the_same_as_with_one_worker(depth: int, sizes: tuple[int, in
 
 
 def test_auto_is_one_worker_in_place_or_a_process_each() -> None:
-    kinds = {sizes: type(make_executor(config(tensor_parallel_size=sizes), ())).__name__ for sizes in (1, 2)}
-    assert kinds == {1: "UniprocExecutor", 2: "MultiprocExecutor"}
+    kinds = {
+        sizes: type(make_executor(config(executor="auto", tensor_parallel_size=sizes), ())).__name__ for sizes in (1, 2)
+    }
+    assert kinds == {1: "UniprocExecutor", 2: "WorkerGroup"}
 
 
 def test_uniproc_with_several_workers_is_refused() -> None:
@@ -178,7 +188,7 @@ class TestSteps:
     def test_that_fails_on_one_worker_ends_all(
         self, start: Started, monkeypatch: pytest.MonkeyPatch, guilty: int, innocent: int
     ) -> None:
-        monkeypatch.setattr("gpu_executor.multiproc.FAILURE_SECONDS", 0.1)
+        monkeypatch.setattr("gpu_executor.group.FAILURE_SECONDS", 0.1)
         executor = start({guilty: {"fail": 1}})
         run_step(executor, 0)
         problem = rf"worker {guilty} .* failed in step 1 \(InjectedError: step 1\), not so worker {innocent} "
@@ -223,7 +233,7 @@ class TestDeath:
         run_step(executor, 0)
         os.kill(executor.workers[1].pid, signal.SIGKILL)
         assert "worker 1 " in str(start.deaths.get(timeout=PATIENCE))
-        executor.workers[0].close(grace=PATIENCE)
+        until_gone(executor.workers[0].pid)
         with pytest.raises(WorkersDiedError, match="worker 1 "):
             run_step(executor, 1)
 
@@ -234,25 +244,25 @@ class TestDeath:
         executor.execute(step(1))
         pending = executor.sample()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gpu_executor.multiproc.WATCH_SECONDS", 0.02)
-            patch.setattr(MultiprocExecutor, "_tell_stall", _tell_and_go_on(executor))
+            patch.setattr("gpu_executor.group.WATCH_SECONDS", 0.02)
+            patch.setattr(WorkerGroup, "_tell_stall", _tell_and_go_on(executor))
             assert len(pending.result().token_ids) == 1
         (record,) = caplog.records[:1]
         assert record.getMessage().startswith("step 1 is not back after 0 s. worker 0 (pid ")
         assert "state T: its last step was 0; worker 1 (pid " in record.getMessage()
 
     def test_worker_that_does_not_leave_is_made_to(self, start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("gpu_executor.multiproc.STOP_SECONDS", 0.05)
+        monkeypatch.setattr("gpu_executor.group.STOP_SECONDS", 0.05)
         executor = start()
         os.kill(executor.workers[1].pid, signal.SIGSTOP)
         executor.shutdown()
         assert not any(is_alive(worker.pid) for worker in executor.workers)
 
 
-def _tell_and_go_on(executor: MultiprocExecutor) -> Any:
-    tell = MultiprocExecutor._tell_stall
+def _tell_and_go_on(executor: WorkerGroup) -> Any:
+    tell = WorkerGroup._tell_stall
 
-    def told(self: MultiprocExecutor, step_id: int, seconds: float) -> None:
+    def told(self: WorkerGroup, step_id: int, seconds: float) -> None:
         tell(self, step_id, seconds)
         os.kill(executor.workers[0].pid, signal.SIGCONT)
 
