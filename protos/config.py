@@ -70,7 +70,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             le=1 << 24,
-            description="MiB for the KV cache; 0 is a third of the memory free at start, on a CPU at most 1024",
+            description="MiB for the KV cache of each worker; 0 is a third of the memory free at start, on a CPU at "
+            "most 1024 for all",
         ),
     ] = 0
     num_kv_blocks: Annotated[

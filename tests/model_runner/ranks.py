@@ -29,6 +29,7 @@ class Ranks:
 
     def __init__(self, directory: Path, tensor_size: int, pipeline_size: int = 1) -> None:
         size = tensor_size * pipeline_size
+        directory.mkdir(exist_ok=True)
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):

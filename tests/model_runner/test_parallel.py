@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,13 @@ from protos.errors import StartupError
 from protos.place import ONLY, Place
 from tests.model_runner.ranks import Ranks
 
-if TYPE_CHECKING:
-    from pathlib import Path
+
+def _listening() -> set[str]:
+    """IPv4 addresses that this process listens on, as the kernel writes them."""
+    numbers = [number for number in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{number}")]
+    own = {os.readlink(f"/proc/self/fd/{number}") for number in numbers}
+    lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
 
 
 def _talk(workers: Workers) -> None:
@@ -29,9 +36,11 @@ def _talk(workers: Workers) -> None:
         received = torch.empty(3, 2)
         workers.receive(received)
         assert (received == rank - 2).all()
+    if sys.platform == "linux":
+        assert _listening() == {"0100007F"}, "the loopback alone"
 
 
-def test_two_stages_of_two(tmp_path: Path):
+def test_two_stages_of_two_meet_over_the_loopback_alone(tmp_path: Path):
     ranks = Ranks(tmp_path, tensor_size=2, pipeline_size=2)
     ranks.run(_talk)
     ranks.stop()
