@@ -140,7 +140,8 @@ class WorkerGroup:
         """Waits until all are loaded, and tells the sum of their progress. Raises StartupError, with the root cause."""
         loading: dict[int, wire.Loading] = {}
         infos: dict[int, WorkerInfo] = {}
-        failure, failed_at, num_ended = "", 0.0, 0
+        failures: list[wire.LoadFailed] = []
+        told: set[int] = set()
         while len(infos) < self._num_workers:
             for worker, message in self._receive(WATCH_SECONDS):
                 match message:
@@ -151,17 +152,16 @@ class WorkerGroup:
                             report(sum(part.done for part in parts), sum(part.total for part in parts))
                     case wire.Loaded():
                         infos[worker.rank] = message.info
-                    case wire.LoadFailed(text, is_known):
-                        if is_known:
-                            raise StartupError(text)
-                        failure = failure or f"{worker}: {text}"
-                        failed_at = failed_at or time.monotonic()
-                    case None:
-                        failure = failure or f"{worker} {worker.how_it_ended()} while it was loading"
-                        failed_at = failed_at or time.monotonic()
-                        num_ended += 1
-            if failure and (num_ended == self._num_workers or time.monotonic() > failed_at + ROOT_CAUSE_SECONDS):
-                raise StartupError(failure)
+                    case wire.LoadFailed():
+                        told.add(worker.rank)
+                        text = message.message if message.is_known else f"{worker}: {message.message}"
+                        failures.append(msgspec.structs.replace(message, message=text))
+                    case None if worker.rank not in told:
+                        raise StartupError(f"{worker} {worker.how_it_ended()} while it was loading")
+            if failures:
+                first = min(failures, key=lambda failure: (not failure.is_known, failure.time))
+                if first.is_known or len(told) == self._num_workers or time.time() > first.time + ROOT_CAUSE_SECONDS:
+                    raise StartupError(first.message)
         return [infos[rank] for rank in range(self._num_workers)]
 
     def _common(self, infos: list[WorkerInfo]) -> WorkerInfo:

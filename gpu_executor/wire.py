@@ -70,7 +70,9 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed", array_like=True
 
     message: str
     is_known: bool
-    """It is a StartupError: a cause, and not what came of another worker's end."""
+    """It is a StartupError: likelier a cause than what came of another worker's end."""
+    time: float
+    """Seconds since the epoch: of several that fail, the first is the cause."""
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn", array_like=True):

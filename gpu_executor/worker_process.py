@@ -32,8 +32,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, (theirs.fileno(), ring, wake))],
                 pass_fds=[theirs.fileno(), ring, wake, *descriptors],
-                # Workers of one node need no network, and nobody else is to reach them.
-                env={"GLOO_SOCKET_IFNAME": "lo"} | child_environment(),
+                env=child_environment(),
                 stdin=subprocess.DEVNULL,
             )
         self._socket.sendall(codec.frame(start, wire.encoder))

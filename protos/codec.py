@@ -13,6 +13,7 @@ import msgspec
 from protos.messages import ToCore, ToFrontEnd
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterator
 
 MAX_FRAME_BYTES = 1 << 30
@@ -41,6 +42,13 @@ def frame(message: msgspec.Struct, encoder: msgspec.msgpack.Encoder) -> bytes:
 
 
 MessageT = TypeVar("MessageT")
+
+
+def read_frames(sock: socket.socket, decoder: msgspec.msgpack.Decoder[MessageT]) -> Iterator[MessageT]:
+    """What comes on a socket that blocks, until the other side closes it."""
+    frames = FrameDecoder(decoder)
+    while data := sock.recv(1 << 16):
+        yield from frames.feed(data)
 
 
 class FrameDecoder(Generic[MessageT]):

@@ -34,5 +34,4 @@ class IdleWorker(NullWorker):
 
 
 if __name__ == "__main__":
-    worker_proc.make_worker = IdleWorker
-    sys.exit(worker_proc.main())
+    sys.exit(worker_proc.main(IdleWorker))

@@ -68,5 +68,4 @@ class FaultyWorker(NullWorker):
 
 
 if __name__ == "__main__":
-    worker_proc.make_worker = FaultyWorker
-    sys.exit(worker_proc.main())
+    sys.exit(worker_proc.main(FaultyWorker))

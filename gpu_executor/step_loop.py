@@ -1,0 +1,94 @@
+"""StepLoop: what a worker in a process of its own does with the messages that come, whatever way they take."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from gpu_executor import wire
+from gpu_executor.uniproc import SingleWorker
+from protos.config import EngineConfig
+from protos.errors import StartupError
+from protos.place import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from protos.step import SchedulerOutput
+
+MakeWorker = Callable[[EngineConfig, tuple[int, ...], Place], SingleWorker]
+logger = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Carries out steps in the order their messages come, and tells their results: all workers in the same way, so
+    that a step that fails on all of them leaves them at one."""
+
+    def __init__(self, worker: SingleWorker, is_output: bool, send: Callable[[wire.FromWorker], None]) -> None:
+        """`is_output`: this is the worker that tells what was drawn. Failures all tell."""
+        self._worker = worker
+        self._is_output = is_output
+        self._send = send
+        self._step: SchedulerOutput | None = None
+        self._error: Exception | None = None
+
+    def handle(self, message: wire.ToWorker) -> bool:
+        """Carries out a message; False if it is the last."""
+        match message:
+            case wire.Execute():
+                self._execute(message.step)
+            case wire.Sample():
+                self._sample(message)
+            case wire.Stop():
+                return False
+        return True
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        self._step, self._error = step, None
+        try:
+            self._worker.execute(step)
+        except Exception as error:
+            self._error = error
+
+    def _sample(self, message: wire.Sample) -> None:
+        assert self._step is not None, "sample without execute"
+        step_id = self._step.step_id
+        try:
+            if self._error is not None:
+                raise self._error
+            output = self._worker.sample(message.mask)
+        except Exception as error:
+            logger.exception("step %d failed", step_id)
+            self._send(wire.StepFailed(step_id, wire.one_line(error)))
+        else:
+            if self._is_output:
+                self._send(wire.Drawn(output))
+
+
+def serve(
+    make: MakeWorker, start: wire.Start, messages: Iterable[wire.ToWorker], send: Callable[[wire.FromWorker], None]
+) -> int:
+    """A worker's life in a process of its own, from loading to the last message; the exit code."""
+    try:
+        worker = make(start.config, start.eos_token_ids, start.place)
+        info = worker.load(lambda done, total: send(wire.Loading(done, total)))
+    except StartupError as error:
+        send(wire.LoadFailed(str(error), is_known=True, time=time.time()))
+        return 1
+    except Exception as error:
+        logger.exception("the worker cannot start")
+        send(wire.LoadFailed(wire.one_line(error), is_known=False, time=time.time()))
+        return 1
+    send(wire.Loaded(info))
+    # What is here now stays; full collections of it between steps would only stall streams.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 1 << 30)
+    loop = StepLoop(worker, start.place.tells_output, send)
+    for message in messages:
+        if not loop.handle(message):
+            break
+    return 0
