@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 def make_executor(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Executor:
     """The executor the config asks for: the only place that names the kinds. Raises StartupError if it cannot be."""
     kind, num_workers = config.parallel.executor, config.parallel.num_workers
+    if kind == "auto" and config.model.model == "null" and config.parallel.pipeline_parallel_size > 1:
+        from gpu_executor.null_pipeline import NullPipeline
+
+        return NullPipeline(config)
     if kind == "auto":
         kind = "uniproc" if num_workers == 1 else "multiproc"
     match kind:
