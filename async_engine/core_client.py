@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from core_proc.black_box import BlackBox, make_box
+from core_proc.connection import OWNER
 from protos import codec
 from protos.child_process import child_environment
 from protos.errors import CoreDiedError, StartupError, TailraceError
@@ -118,7 +119,7 @@ class CoreClient(asyncio.Protocol):
     @property
     def entering(self) -> list[int]:
         """Handles of the requests that were new to the batch in the steps a dead core was at; asked before `close`."""
-        return self._black_box.read()
+        return [handle for client, handle in self._black_box.read() if client == OWNER]
 
     @property
     def silent_seconds(self) -> float:

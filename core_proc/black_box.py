@@ -1,7 +1,7 @@
 """BlackBox: which requests enter the batch in the steps that run, where a dying core cannot take it along.
 
-A page of memory that the front end shares: written before a step starts, read once the core is dead. Requests
-that have come through a step are not in it: when a core dies, suspicion falls on those it had just begun with.
+Some memory that the core shares with whoever started it: written before a step starts, read once the core is dead.
+Requests that have come through a step are not in it: when a core dies, suspicion falls on those it had just begun with.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import tempfile
 
 import numpy as np
 
-MAX_HANDLES = 8191
-_SIZE = 8 * (MAX_HANDLES + 1)
+MAX_ENTRIES = 8191
+_SIZE = 8 * (1 + 2 * MAX_ENTRIES)
+
+Entry = tuple[int, int]
+"""A client, by the core's number, and a handle of it."""
 
 
 def make_box() -> int:
@@ -30,9 +33,9 @@ class BlackBox:
         self._memory = mmap.mmap(descriptor, _SIZE)
         self._cells = np.frombuffer(self._memory, "<i8")
 
-    def write(self, handles: list[int]) -> None:
-        """Replaces what is in it; of more handles than fit the first."""
-        fitting = handles[:MAX_HANDLES]
+    def write(self, entries: list[Entry]) -> None:
+        """Replaces what is in it; of more requests than fit the first."""
+        fitting = np.array(entries[:MAX_ENTRIES], "<i8").reshape(-1)
         self._cells[1 : len(fitting) + 1] = fitting
         self._cells[0] = len(fitting)
 
@@ -41,6 +44,6 @@ class BlackBox:
         del self._cells
         self._memory.close()
 
-    def read(self) -> list[int]:
-        handles: list[int] = self._cells[1 : int(self._cells[0]) + 1].tolist()
-        return handles
+    def read(self) -> list[Entry]:
+        cells = self._cells[1 : int(self._cells[0]) + 1]
+        return list(map(tuple, cells.reshape(-1, 2).tolist()))

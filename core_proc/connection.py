@@ -5,22 +5,27 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import socket
+import struct
 import threading
 from typing import TYPE_CHECKING
 
 from protos import codec
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Callable
 
     from protos.messages import ToCore, ToFrontEnd
 
 logger = logging.getLogger(__name__)
 
+OWNER = 0
+"""Number of the front end that started the core; others count from 1."""
 CLOSE_SECONDS = 5.0
 MAX_QUEUED_MESSAGES = 8
-"""A front end that stops reading stops the loop here, instead of filling the core's memory."""
+"""A front end that has so many to read gets no more outputs for now."""
+MAX_UNREAD_MESSAGES = 1 << 16
+"""... and one that asks and asks without reading the answers is cut off."""
 
 
 class Connection:
@@ -29,12 +34,23 @@ class Connection:
     `receive` is called on the reader's thread with each message, and with None when the other side is gone.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, client: int = OWNER) -> None:
+        self.client = client
+        self.on_room: Callable[[], None] = lambda: None
+        """Called on the writer's thread when `has_room`, asked in vain, is true again."""
         self._socket = sock
+        self._awaits_room = False
         self._decoder = codec.FrameDecoder(codec.to_core)
-        self._outbox: queue.Queue[ToFrontEnd | None] = queue.Queue(MAX_QUEUED_MESSAGES)
+        self._outbox: queue.SimpleQueue[ToFrontEnd | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self._writer.start()
+
+    def limit_silence(self, seconds: float) -> None:
+        """The other side is gone when it has said nothing, or taken nothing, for so long."""
+        whole = int(seconds)
+        limit = struct.pack("@ll", whole, int((seconds - whole) * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def read_first(self) -> ToCore:
         """Waits for the first message, before `start_reading`. Raises EOFError if the other side leaves."""
@@ -46,15 +62,34 @@ class Connection:
     def start_reading(self, receive: Callable[[ToCore | None], None]) -> None:
         threading.Thread(target=self._read, args=(receive,), name="reader", daemon=True).start()
 
+    @property
+    def has_room(self) -> bool:
+        """Whether it takes what it is sent. If not, `on_room` will tell."""
+        if self._outbox.qsize() < MAX_QUEUED_MESSAGES:
+            return True
+        self._awaits_room = True
+        return self._outbox.qsize() < MAX_QUEUED_MESSAGES  # the writer may not have seen that it is awaited
+
     def send(self, message: ToFrontEnd) -> None:
+        """Never waits. Outputs, which are without end, are for who `has_room`."""
         self._outbox.put(message)
+        if self._outbox.qsize() > MAX_UNREAD_MESSAGES:
+            self._cut()
+
+    def leave(self) -> None:
+        """Ends both threads, without a last word."""
+        self._cut()
+        self._outbox.put(None)
 
     def flush_and_close(self) -> None:
         """Writes what is queued, then closes; gives up on a front end that does not read."""
-        with contextlib.suppress(queue.Full):
-            self._outbox.put(None, timeout=CLOSE_SECONDS)
-            self._writer.join(CLOSE_SECONDS)
+        self._outbox.put(None)
+        self._writer.join(CLOSE_SECONDS)
         self._socket.close()
+
+    def _cut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def _read(self, receive: Callable[[ToCore | None], None]) -> None:
         try:
@@ -72,9 +107,15 @@ class Connection:
             receive(None)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # the reader sees the end of the stream, too
+        try:
             while (message := self._outbox.get()) is not None:
                 self._socket.sendall(codec.encode_frame(message))
-            return
-        while self._outbox.get() is not None:
-            pass
+                if self._awaits_room and self._outbox.qsize() < MAX_QUEUED_MESSAGES:
+                    self._awaits_room = False
+                    self.on_room()
+        except OSError:
+            self._cut()  # the reader sees it, too
+            while self._outbox.get() is not None:
+                pass
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)

@@ -16,6 +16,7 @@ from protos.messages import CoreReady
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from core_proc.black_box import Entry
     from core_proc.intake import StepInFlight
     from gpu_executor.executor import Executor, PendingOutput
     from protos.config import EngineConfig
@@ -38,13 +39,13 @@ class EngineCore:
         eos_token_ids: tuple[int, ...],
         report: Callable[[int, int], None] = lambda done, total: None,
         executor: Executor | None = None,
-        on_entering: Callable[[list[int]], None] = lambda handles: None,
+        on_entering: Callable[[list[Entry]], None] = lambda entries: None,
         on_death: Callable[[WorkersDiedError], None] = lambda error: None,
     ) -> None:
         self._on_entering = on_entering
         self._told_entering = False
-        self._entering: deque[list[int]] = deque()
-        """Of each step in flight, the handles of requests that are new to the batch."""
+        self._entering: deque[list[Entry]] = deque()
+        """Of each step in flight, the requests that are new to the batch."""
         self._executor = executor or make_executor(config, eos_token_ids)
         info = self._executor.start(report, on_death)
         kv_cache = KVCache(info.num_blocks, config.cache.block_size, config.cache.prefix_caching)
@@ -125,12 +126,12 @@ class EngineCore:
 
     def _enter(self, step: StepInFlight) -> None:
         """Tells who is new in the steps in flight, whenever that changes, before the step starts."""
-        requests = self.scheduler.table.rows.requests
-        self._entering.append([requests[new_row.row].handle for new_row in step.output.new_rows])
-        handles = [handle for handles in self._entering for handle in handles]
-        if handles or self._told_entering:
-            self._told_entering = bool(handles)
-            self._on_entering(handles)
+        new = [self.scheduler.table.rows.requests[new_row.row] for new_row in step.output.new_rows]
+        self._entering.append([(request.client, request.handle) for request in new])
+        entries = [entry for entries in self._entering for entry in entries]
+        if entries or self._told_entering:
+            self._told_entering = bool(entries)
+            self._on_entering(entries)
 
     def shutdown(self) -> None:
         self._executor.shutdown()

@@ -11,6 +11,8 @@ from core_proc.logprobs import select_tokens, to_columns
 from protos.messages import Admitted, EngineCoreOutputs, Finished, PromptLogprobs
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     import numpy.typing as npt
 
     from protos.step import Logprobs
@@ -67,9 +69,16 @@ class EventLog:
     def finished(self, client: int, event: Finished) -> None:
         self._of(client).finished.append(event)
 
-    def take(self) -> dict[int, EngineCoreOutputs]:
-        """Everything since the last call."""
+    def forget(self, client: int) -> None:
+        """Nobody takes what is for this front end any more."""
+        self._pending.pop(client, None)
+
+    def take(self, but_for: Collection[int] = ()) -> dict[int, EngineCoreOutputs]:
+        """Everything since the last call; what is for the front ends `but_for` stays."""
         pending, self._pending = self._pending, {}
+        for client in but_for:
+            if client in pending:
+                self._pending[client] = pending.pop(client)
         return {
             client: EngineCoreOutputs(
                 handles=b"".join(events.handles),

@@ -1,9 +1,10 @@
 """The core process: messages in, steps, columns out.
 
-    reader thread: decode, hash prompts ──inbox──► main loop: step ──► writer thread: encode, send
-                      compiler threads: grammars ─────┘
+    reader threads: decode, hash prompts ──inbox──► main loop: step ──► writer threads: encode, send
+                      compiler thread: grammars ───────┘
 
-Started with the file descriptors of a socket to its front end, which it lives as long as, and of the black box.
+Started with the file descriptors of a socket to its owner, which it lives as long as, of the black box, and of a socket
+to listen on, if there is one, for other front ends. They come and go.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ import socket
 import sys
 import time
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import msgspec
 
 from core_proc.black_box import BlackBox
-from core_proc.connection import Connection
+from core_proc.clients import Clients
+from core_proc.connection import OWNER, Connection
+from core_proc.door import Door
 from core_proc.engine_core import EngineCore
 from core_proc.grammar import GrammarCompiler, Matcher
 from core_proc.request import Request, State, make_request
@@ -32,6 +36,7 @@ from protos.messages import (
     Control,
     ControlReply,
     CoreFailed,
+    CoreStats,
     EngineCoreOutputs,
     EngineCoreRequest,
     GrammarSpec,
@@ -46,8 +51,6 @@ from protos.messages import (
 
 logger = logging.getLogger(__name__)
 
-CLIENT = 0
-"""The one front end there is."""
 STATS_INTERVAL = 0.25
 """Seconds between two CoreStats while steps run."""
 IDLE_COLLECT_OBJECTS = 10_000
@@ -62,29 +65,60 @@ class Compiled:
     matcher: Matcher | TailraceError
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a front end said; None: it has left."""
+
+    by: Connection
+    message: ToCore | None
+
+
+class Event(Enum):
+    """What happened to the front ends."""
+
+    JOINED = auto()
+    HAS_ROOM = auto()
+    """One that took no more outputs does so again."""
+
+
 class EngineCoreProc:
     """The main loop around an EngineCore. Everything that changes the scheduler happens on its thread."""
 
-    def __init__(self, connection: Connection, hello: Hello, black_box: BlackBox) -> None:
-        self._connection = connection
-        self._inbox: queue.SimpleQueue[ToCore | Request | Compiled | WorkersDiedError] = queue.SimpleQueue()
-        self._core = EngineCore(
-            hello.config,
-            hello.eos_token_ids,
-            report=lambda done, total: connection.send(LoadProgress(done, total)),
-            on_entering=black_box.write,
-            on_death=self._inbox.put,
+    def __init__(
+        self, owner: Connection, hello: Hello, black_box: BlackBox, listener: socket.socket | None = None
+    ) -> None:
+        self._inbox: queue.SimpleQueue[Said | Request | Compiled | Event | WorkersDiedError] = queue.SimpleQueue()
+        self._aborts: queue.SimpleQueue[tuple[int, Abort]] = queue.SimpleQueue()
+        self.clients = Clients(
+            owner,
+            self._receive,
+            on_room=lambda: self._inbox.put(Event.HAS_ROOM),
+            on_join=lambda: self._inbox.put(Event.JOINED),
         )
+        if listener is not None:
+            Door(listener, hello, self.clients.admit)
+        self._config, self._eos_token_ids = hello.config, hello.eos_token_ids
+        self._black_box = black_box
         self._block_size = hello.config.cache.block_size
-        self._aborts: queue.SimpleQueue[Abort] = queue.SimpleQueue()
         self._grammars: GrammarCompiler | None = None
         self._stopping = False
         self._stats_due = 0.0
-        connection.send(self._core.ready)
-        connection.start_reading(self._receive)
+        self._told_stats: CoreStats | None = None
+        self._core: EngineCore
+
+    def load(self) -> None:
+        """Makes the engine ready, and tells so."""
+        self._core = EngineCore(
+            self._config,
+            self._eos_token_ids,
+            report=lambda done, total: self.clients.tell(LoadProgress(done, total)),
+            on_entering=self._black_box.write,
+            on_death=self._inbox.put,
+        )
+        self.clients.begin(self._core.ready)
 
     def run(self) -> None:
-        """Steps until the front end leaves or asks to stop."""
+        """Steps until the owner leaves or asks to stop."""
         while not self._stopping:
             if self._core.has_work and self._core.step(self._apply_aborts):
                 self._send_outputs()
@@ -92,24 +126,23 @@ class EngineCoreProc:
             else:
                 self._core.scheduler.expire(time.monotonic())
                 self._apply_aborts()
-                self._send_outputs()
+                self._send_outputs(is_idle=True)
                 self._wait_for_message()
         if self._grammars is not None:
             self._grammars.close()
         self._core.shutdown()
 
-    # The reader's thread --------------------------------------------------------------------
+    # The readers' threads -------------------------------------------------------------------
 
-    def _receive(self, message: ToCore | None) -> None:
-        if message is None:
-            self._inbox.put(Shutdown())
-        elif isinstance(message, EngineCoreRequest):
-            max_model_len = self._core.ready.max_model_len
-            self._inbox.put(make_request(message, CLIENT, self._block_size, max_model_len, time.monotonic()))
+    def _receive(self, connection: Connection, message: ToCore | None) -> None:
+        if isinstance(message, EngineCoreRequest):
+            client, max_model_len = connection.client, self._core.ready.max_model_len
+            self._inbox.put(make_request(message, client, self._block_size, max_model_len, time.monotonic()))
         else:
             if isinstance(message, Abort):
-                self._aborts.put(message)  # seen at the end of the step that runs; the inbox only after it
-            self._inbox.put(message)
+                # Seen at the end of the step that runs; the inbox only after it.
+                self._aborts.put((connection.client, message))
+            self._inbox.put(Said(connection, message))
 
     # The main loop's thread -----------------------------------------------------------------
 
@@ -126,27 +159,41 @@ class EngineCoreProc:
             return
         self._handle_messages()
 
-    def _handle(self, message: ToCore | Request | Compiled | WorkersDiedError) -> None:
+    def _handle(self, item: Said | Request | Compiled | Event | WorkersDiedError) -> None:
+        scheduler = self._core.scheduler
+        match item:
+            case Request():
+                scheduler.add(item)
+                if item.params.grammar is not None:
+                    self._compile(item, item.params.grammar)
+            case Compiled():
+                scheduler.attach_matcher(item.request, item.matcher)
+            case Said():
+                self._heed(item.by, item.message)
+            case WorkersDiedError():
+                raise item
+            case Event():
+                scheduler.held_back = []  # until outputs are sent: there may be a step for it now
+                self._told_stats = None  # as far as that front end knows
+
+    def _heed(self, connection: Connection, message: ToCore | None) -> None:
         scheduler = self._core.scheduler
         match message:
-            case Request():
-                scheduler.add(message)
-                if message.params.grammar is not None:
-                    self._compile(message, message.params.grammar)
-            case Compiled():
-                scheduler.attach_matcher(message.request, message.matcher)
             case Vocabulary():
                 self._grammars = self._grammars or GrammarCompiler(message, self._core.vocab_size)
             case Abort():
-                scheduler.abort(CLIENT, message.handles, message.stopped)
+                scheduler.abort(connection.client, message.handles, message.stopped)
             case Control():
-                self._connection.send(ControlReply(message.call_id, self._control(message)))
+                connection.send(ControlReply(message.call_id, self._control(connection.client, message)))
             case Ping():
-                self._connection.send(Pong())
-            case Shutdown():
-                self._stopping = True
-            case WorkersDiedError():
-                raise message
+                connection.send(Pong())
+            case Shutdown() | None:
+                if connection.client == OWNER:
+                    self._stopping = True
+                else:
+                    self.clients.remove(connection)
+                    scheduler.abort(connection.client, scheduler.table.handles(connection.client))
+                    scheduler.events.forget(connection.client)
 
     def _compile(self, request: Request, grammar: GrammarSpec) -> None:
         """The request waits in the queue until its grammar comes back through the inbox."""
@@ -159,7 +206,7 @@ class EngineCoreProc:
             is_wanted=lambda: request.state is not State.FINISHED,
         )
 
-    def _control(self, message: Control) -> list[int]:
+    def _control(self, client: int, message: Control) -> list[int]:
         scheduler = self._core.scheduler
         match message.op:
             case "pause":
@@ -171,23 +218,38 @@ class EngineCoreProc:
             case "reset_prefix_cache":
                 return [int(scheduler.reset_prefix_cache(preempt_running=bool(message.argument)))]
             case "progress":
-                return scheduler.progress(CLIENT, message.argument)
+                return scheduler.table.progress(client, message.argument)
         return []
 
     def _apply_aborts(self) -> None:
         for _ in range(self._aborts.qsize()):
-            message = self._aborts.get()
-            self._core.scheduler.abort(CLIENT, message.handles, message.stopped)
+            client, message = self._aborts.get()
+            self._core.scheduler.abort(client, message.handles, message.stopped)
 
-    def _send_outputs(self) -> None:
-        outputs = self._core.scheduler.events.take().get(CLIENT)
+    def _send_outputs(self, is_idle: bool = False) -> None:
+        """To each front end its own, but for those that do not take them: theirs wait, and so do their requests."""
+        full = [connection.client for connection in self.clients if not connection.has_room]
+        self._core.scheduler.held_back = full
+        outputs = self._core.scheduler.events.take(full)
+        stats = self._stats_to_tell(is_idle)
+        for connection in self.clients:
+            message = outputs.get(connection.client)
+            if stats is not None:
+                message = msgspec.structs.replace(message or EngineCoreOutputs(), stats=stats)
+            if message is not None and connection.client not in full:
+                connection.send(message)
+
+    def _stats_to_tell(self, is_idle: bool) -> CoreStats | None:
+        """At times while steps run, and whenever they changed while none does."""
         now = time.monotonic()
-        if now >= self._stats_due or not self._core.has_work:
-            self._stats_due = now + STATS_INTERVAL
-            stats = self._core.scheduler.stats(self._core.num_steps_in_flight)
-            outputs = msgspec.structs.replace(outputs or EngineCoreOutputs(), stats=stats)
-        if outputs is not None:
-            self._connection.send(outputs)
+        if now < self._stats_due and not is_idle:
+            return None
+        self._stats_due = now + STATS_INTERVAL
+        stats = self._core.scheduler.stats(self._core.num_steps_in_flight)
+        if stats == self._told_stats:
+            return None
+        self._told_stats = stats
+        return stats
 
 
 def main() -> int:
@@ -196,12 +258,17 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s core %(levelname)s %(message)s")
-    socket_descriptor, box_descriptor = map(int, sys.argv[1:])
-    connection = Connection(socket.socket(fileno=socket_descriptor))
+    socket_descriptor, box_descriptor, *listeners = map(int, sys.argv[1:])
+    owner = Connection(socket.socket(fileno=socket_descriptor))
     try:
-        hello = connection.read_first()
-        assert isinstance(hello, Hello)
-        proc = EngineCoreProc(connection, hello, BlackBox(box_descriptor))
+        hello = owner.read_first()
+    except EOFError:
+        return 1
+    assert isinstance(hello, Hello)
+    listener = socket.socket(fileno=listeners[0]) if listeners else None
+    proc = EngineCoreProc(owner, hello, BlackBox(box_descriptor), listener)
+    try:
+        proc.load()
         # What is here now stays; full collections of it in the loop would only stall streams.
         gc.collect()
         gc.freeze()
@@ -209,17 +276,17 @@ def main() -> int:
         proc.run()
     except WorkersDiedError as error:
         logger.error("the core cannot go on: %s", error)
-        connection.send(CoreFailed(str(error)))
+        proc.clients.tell(CoreFailed(str(error)))
         return 1
     except StartupError as error:
-        connection.send(CoreFailed(str(error)))
+        proc.clients.tell(CoreFailed(str(error)))
         return 1
     except Exception as error:
         logger.exception("the core cannot go on")
-        connection.send(CoreFailed(f"{type(error).__name__}: {error}".partition("\n")[0]))
+        proc.clients.tell(CoreFailed(f"{type(error).__name__}: {error}".partition("\n")[0]))
         return 1
     finally:
-        connection.flush_and_close()
+        proc.clients.flush_and_close()
     return 0
 
 

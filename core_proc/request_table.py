@@ -61,6 +61,10 @@ class RequestTable:
         """A live request."""
         return self._requests.get((client, handle))
 
+    def handles(self, client: int) -> list[int]:
+        """Of the live requests of a front end."""
+        return [handle for owner, handle in self._requests if owner == client]
+
     def add(self, request: Request) -> None:
         """Queues a new request, and its siblings behind it."""
         self._register(request)
@@ -197,6 +201,15 @@ class RequestTable:
         if publish:
             self.kv_cache.publish(request, request.token_ids, computed, request.last_step)
         self.kv_cache.release(request)
+
+    def progress(self, client: int, handle: int) -> list[int]:
+        """[requests ahead of it in the queue, prompt tokens computed] of a live request, else []."""
+        request = self.get(client, handle)
+        if request is None:
+            return []
+        if request.state is State.WAITING:
+            return [self.waiting.position(request), 0]
+        return [0, min(int(self.rows.computed[request.row]), request.num_prompt_tokens)]
 
     def running(self) -> list[Request]:
         """First served first."""

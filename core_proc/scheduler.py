@@ -67,6 +67,8 @@ class Scheduler:
         )
         self.events = self.table.events
         self._admission: Admission = "open"
+        self.held_back: list[int] = []
+        """Front ends that do not take what is there for them: their rows compute nothing more."""
         self._rows = self.table.rows
         self._waiting = self.table.waiting
         self._budget = options.max_num_batched_tokens
@@ -143,15 +145,6 @@ class Scheduler:
             if request is not None:
                 self.table.finish(request, FinishReason.STOP_STRING if stopped else FinishReason.ABORTED)
 
-    def progress(self, client: int, handle: int) -> list[int]:
-        """[requests ahead of it in the queue, prompt tokens computed] of a live request, else []."""
-        request = self.table.get(client, handle)
-        if request is None:
-            return []
-        if request.state is State.WAITING:
-            return [self._waiting.position(request), 0]
-        return [0, min(int(self._rows.computed[request.row]), request.num_prompt_tokens)]
-
     def reset_prefix_cache(self, preempt_running: bool = False) -> bool:
         """Forgets all cached blocks. Refused, with False, while one is in use, unless what runs may start over:
         then tokens still in flight are dropped, since what they were drawn from no longer counts."""
@@ -225,6 +218,8 @@ class Scheduler:
             # What a grammar allows next is known when the last token is; the token itself, to a first stage, too.
             waits = expected > columns.known[rows]
             todo[waits if self._shares else waits & columns.has_grammar[rows]] = 0
+            if self.held_back:
+                todo[np.isin(columns.client[rows], self.held_back)] = 0
             if self._suspects:
                 todo[[request.is_suspect is not trial for request in columns.requests[rows]]] = 0
             if self._shares is not None and not trial:

@@ -28,7 +28,7 @@ class FrameError(Exception):
     """The peer sent bytes that are not a frame of ours."""
 
 
-def encode_frame(message: ToCore | ToFrontEnd) -> bytes:
+def encode_frame(message: msgspec.Struct) -> bytes:
     """The frame of a message, length included."""
     return frame(message, _encoder)
 

@@ -78,10 +78,14 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
-    """First message: how to run."""
+    """First message of the one that started the core: how to run."""
 
     config: EngineConfig
     eos_token_ids: tuple[int, ...]
+    secret: bytes = b""
+    """What other front ends must know to be let in, where the core listens for some."""
+    model_digest: str = ""
+    """For them to compare with that of their own files."""
 
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choices", "structural_tag"]

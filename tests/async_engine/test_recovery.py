@@ -9,7 +9,7 @@ from async_engine.output_processor import OutputProcessor
 from async_engine.outputs import SequenceFinish
 from async_engine.recovery import MAX_BACKOFF_SECONDS, Recovery, resubmissions
 from async_engine.request_state import RequestState
-from core_proc.black_box import MAX_HANDLES, BlackBox, make_box
+from core_proc.black_box import MAX_ENTRIES, BlackBox, make_box
 from protos.errors import RequestFailedError
 from protos.messages import EngineCoreOutputs, EngineCoreRequest, Finished, FinishReason, Sampling, Sibling
 from tests.async_engine.test_output_processor import Sink
@@ -215,11 +215,11 @@ def test_cores_that_do_nothing_are_replaced_ever_later_and_not_for_ever():
     assert Rig(most_in_vain=0).recovery.next_delay() is None
 
 
-@pytest.mark.parametrize("handles", [[], [5], list(range(10_000))])
-def test_black_box_is_read_by_another_map_of_the_same_file(handles):
+@pytest.mark.parametrize("entries", [[], [(0, 5)], [(n % 3, n) for n in range(10_000)]])
+def test_black_box_is_read_by_another_map_of_the_same_file(entries):
     descriptor = make_box()
     ours, theirs = BlackBox(descriptor), BlackBox(descriptor)
     os.close(descriptor)
-    theirs.write([1, 2, 3])
-    theirs.write(handles)
-    assert ours.read() == handles[:MAX_HANDLES]
+    theirs.write([(0, 1), (1, 2), (2, 3)])
+    theirs.write(entries)
+    assert ours.read() == entries[:MAX_ENTRIES]

@@ -201,7 +201,7 @@ def test_resumed_output_is_prefilled_and_only_the_rest_is_sent() -> None:
 def test_progress_tells_place_in_queue_then_prompt_tokens_computed() -> None:
     harness = Harness(budget=8, max_num_seqs=1)
     first, second, third = harness.add(range(20), 2), harness.add([1]), harness.add([2], 1, priority=-1)
-    progress = harness.scheduler.progress
+    progress = harness.scheduler.table.progress
     assert [progress(0, stream.handle) for stream in (third, first, second)] == [[0, 0], [1, 0], [2, 0]]
     harness.step()
     assert third.reason is FinishReason.MAX_TOKENS

@@ -25,8 +25,8 @@ def test_youngest_is_preempted_and_comes_back_before_those_never_admitted() -> N
     old, young, never = harness.add(range(8), 12), harness.add(range(20, 28), 12), harness.add([1], 1)
     harness.step()
     assert until_preempted(harness, [old, young]) is young
-    assert harness.scheduler.progress(0, young.handle) == [0, 0]
-    assert harness.scheduler.progress(0, never.handle) == [1, 0]
+    assert harness.scheduler.table.progress(0, young.handle) == [0, 0]
+    assert harness.scheduler.table.progress(0, never.handle) == [1, 0]
     while young.state is State.WAITING:
         assert not never.admitted
         harness.step()
