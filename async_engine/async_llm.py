@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING
 from async_engine.admission import Admission
 from async_engine.core_group import CoreGroup, start_cores
 from async_engine.core_request import core_request
-from async_engine.core_source import local_core
+from async_engine.core_source import local_core, remote_core
 from async_engine.input_processor import Accepted, InputProcessor
 from async_engine.output_processor import OutputProcessor
 from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
 from async_engine.request_state import RequestState
-from async_engine.served_model import open_model
+from async_engine.served_model import digest_model, open_model
 from async_engine.stream import RequestStream
 from protos.config import AdmissionOptions
-from protos.errors import CoreDiedError, DuplicateRequestError, TailraceError, UnavailableError
+from protos.errors import CoreDiedError, DuplicateRequestError, StartupError, TailraceError, UnavailableError
 from protos.messages import Finished, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from async_engine.core_client import CoreClient
+    from async_engine.core_process import Door
     from async_engine.core_source import CoreSource
     from async_engine.outputs import OutputSink
     from async_engine.request import GenerationRequest
@@ -85,19 +86,52 @@ class AsyncLLM:
         max_core_restarts: int = DEFAULT_CORE_RESTARTS,
         hang_timeout: float = math.inf,
         on_progress: Callable[[int, int], None] | None = None,
+        door: Door | None = None,
     ) -> AsyncLLM:
         """Starts a core process for the configured model. Raises StartupError, one line, if that fails.
 
         The tokenizer is read while the cores load the weights. A core that is silent for `hang_timeout` seconds
-        is taken for dead.
+        is taken for dead. Other front ends reach it at `door`.
         """
         eos_token_ids, loading = await open_model(config.model.model, served_name)
         try:
-            cores = await start_cores([local_core("the core", config, eos_token_ids, hang_timeout)], on_progress)
+            cores = await start_cores([local_core("the core", config, eos_token_ids, hang_timeout, door)], on_progress)
         except BaseException:
             loading.cancel()
             raise
         try:
+            return cls(await loading, cores, admission, max_core_restarts)
+        except BaseException:
+            for _, core in cores:
+                await core.close(grace=0)
+            raise
+
+    @classmethod
+    async def join(
+        cls,
+        addresses: Sequence[str],
+        secret: bytes,
+        model: str = "",
+        *,
+        served_name: str = "",
+        admission: AdmissionOptions = DEFAULT_ADMISSION,
+        max_core_restarts: int = DEFAULT_CORE_RESTARTS,
+        hang_timeout: float = math.inf,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> AsyncLLM:
+        """Connects to cores that others started. Raises StartupError, one line, if that fails.
+
+        `model` is what its files are called here; by default what the first core calls them.
+        """
+        sources = [remote_core(address, secret, hang_timeout) for address in addresses]
+        cores = await start_cores(sources, on_progress)
+        try:
+            served = model or cores[0][1].welcome.config.model.model
+            digest = await digest_model(served)
+            for source, core in cores:
+                if core.welcome.model_digest != digest:
+                    raise StartupError(f"{source.name} serves another model than the files of {served or 'ours'} here")
+            _, loading = await open_model(served, served_name)
             return cls(await loading, cores, admission, max_core_restarts)
         except BaseException:
             for _, core in cores:

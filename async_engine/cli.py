@@ -12,6 +12,7 @@ try:
     from protos.config import (
         AdmissionOptions,
         CacheOptions,
+        CoreConfig,
         EngineConfig,
         ExecutorOptions,
         ModelOptions,
@@ -23,6 +24,7 @@ try:
     )
     from protos.errors import InvalidRequestError, TailraceError
     from protos.params import SamplingParams
+    from protos.scale_config import CoreServerOptions, ScaleOptions
 except KeyboardInterrupt:
     sys.exit(130)  # Ctrl-C may come this early
 
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 ENGINE_SECTIONS = (ModelOptions, CacheOptions, SchedulerOptions, ExecutorOptions, ParallelOptions)
-SERVE_SECTIONS = (ServerOptions, AdmissionOptions, *ENGINE_SECTIONS)
+SERVE_SECTIONS = (ServerOptions, AdmissionOptions, ScaleOptions, *ENGINE_SECTIONS)
+CORE_SECTIONS = (CoreServerOptions, *ENGINE_SECTIONS)
 MODEL_HELP = "Hugging Face directory or hub id, .gguf file, or 'null'; default: the embedded SmolLM2-135M-Instruct"
 MAX_VOCAB_SIZE = 1 << 31
 """Of any model: parameters are checked before the model is there, and its own vocabulary then."""
@@ -48,6 +51,10 @@ def make_parser() -> Parser:
     serve = command("serve", "Serve a model over gRPC.")
     serve.add_argument("model", nargs="?", default="", metavar="MODEL", help=MODEL_HELP)
     _add_sections(serve, *SERVE_SECTIONS)
+
+    core = command("core", "Run the core of an engine, for `tailrace serve --core` on other machines.")
+    core.add_argument("model", nargs="?", default="", metavar="MODEL", help=MODEL_HELP)
+    _add_sections(core, *CORE_SECTIONS)
 
     generate = command("generate", "Continue a prompt and print the text as it comes.")
     generate.add_argument("input", metavar="PROMPT", help="text to continue; '-' reads it from standard input")
@@ -91,6 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
             from async_engine.commands import serve
 
             return serve(build(ServeConfig, **values(arguments, *SERVE_SECTIONS)))
+        case "core":
+            from async_engine.commands import core
+
+            return core(build(CoreConfig, **values(arguments, *CORE_SECTIONS)))
         case "generate" | "chat":
             from async_engine import commands
 

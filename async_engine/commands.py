@@ -1,4 +1,4 @@
-"""What `tailrace serve`, `generate`, `chat` and `models` do at a terminal."""
+"""What `tailrace serve`, `core`, `generate`, `chat` and `models` do at a terminal."""
 
 from __future__ import annotations
 
@@ -26,18 +26,16 @@ if TYPE_CHECKING:
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.server import Server
-    from protos.config import EngineConfig, ServeConfig
+    from protos.config import CoreConfig, EngineConfig, ServeConfig, ServerOptions
     from protos.messages import CoreReady
     from protos.params import SamplingParams
+    from protos.scale_config import CoreServerOptions
 
 
 def serve(config: ServeConfig) -> int:
     """Serves until a signal; the exit code. Raises TailraceError if it cannot start."""
     start = time.monotonic()
-    log = logging.StreamHandler()
-    is_json = config.server.log_format == "json"
-    log.setFormatter(JsonFormatter() if is_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=config.server.log_level.upper(), handlers=[log])
+    set_up_log(config.server)
 
     def ready(llm: AsyncLLM, server: Server) -> None:
         held = describe(llm.ready)
@@ -53,6 +51,32 @@ def serve(config: ServeConfig) -> int:
         return await serve_grpc(config, LoadBar(), ready)
 
     return uvloop.run(main())
+
+
+def core(config: CoreConfig) -> int:
+    """Serves front ends elsewhere until a signal; the exit code. Raises TailraceError if it cannot start."""
+    start = time.monotonic()
+    set_up_log(config.server)
+
+    def ready(llm: AsyncLLM, address: str) -> None:
+        seconds = time.monotonic() - start
+        name = llm.model.names[0]
+        sys.stdout.write(f"tailrace core ready on {address}: {name}, {describe(llm.ready)}, {seconds:.1f} s\n")
+        sys.stdout.flush()
+
+    async def main() -> int:
+        from async_engine.core_server import serve_core
+
+        return await serve_core(config, LoadBar(), ready)
+
+    return uvloop.run(main())
+
+
+def set_up_log(options: ServerOptions | CoreServerOptions) -> None:
+    log = logging.StreamHandler()
+    is_json = options.log_format == "json"
+    log.setFormatter(JsonFormatter() if is_json else logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=options.log_level.upper(), handlers=[log])
 
 
 def describe(core: CoreReady) -> str:

@@ -1,26 +1,18 @@
-"""CoreClient: starts a core process and exchanges messages with it."""
+"""CoreClient: exchanges messages with a core, and notices its death."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from typing import TYPE_CHECKING, cast
 
-import msgspec
-
-from core_proc.black_box import BlackBox, make_box
-from core_proc.connection import OWNER
+from async_engine.core_entrance import enter
+from async_engine.core_process import CoreProcess, Door, explain_exit
 from protos import codec
-from protos.child_process import child_environment
 from protos.errors import CoreDiedError, StartupError, TailraceError
 from protos.messages import (
     Control,
@@ -39,9 +31,11 @@ from protos.messages import (
 )
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
 
     from protos.config import EngineConfig
+    from protos.handshake import Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +47,10 @@ MAX_QUEUED_OUTPUTS = 8
 
 
 class CoreClient(asyncio.Protocol):
-    """One core process, its socket and its health.
+    """A connection to a core and its health: one that we started, and which ends with us, or one that lets us in.
 
-    After `start`, `outputs` waits for what the core produced; it raises CoreDiedError once the core is gone.
+    After `start` or `join`, `outputs` waits for what the core produced; it raises CoreDiedError once the core, or the
+    connection to it, is gone.
     """
 
     def __init__(self, on_progress: Callable[[int, int], None] | None = None, hang_timeout: float = math.inf) -> None:
@@ -73,14 +68,16 @@ class CoreClient(asyncio.Protocol):
         self._disconnected = False
         self._hung = False
         self.was_killed = False
-        """Whether it ended by a SIGKILL that was not ours."""
-        self._is_closed = False
+        """Whether it ended by a SIGKILL that was not ours, or might have."""
         self._last_heard = time.monotonic()
         self._pinger: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport
-        self._black_box: BlackBox
-        self._process: subprocess.Popen[bytes]
+        self._process: CoreProcess | None = None
+        """Of a core that we started."""
+        self._name = "the core"
         self.ready: CoreReady
+        self.welcome: Welcome
+        """What a core that we joined serves."""
 
     @classmethod
     async def start(
@@ -89,37 +86,62 @@ class CoreClient(asyncio.Protocol):
         eos_token_ids: tuple[int, ...],
         on_progress: Callable[[int, int], None] | None = None,
         hang_timeout: float = math.inf,
+        door: Door | None = None,
     ) -> CoreClient:
         """Starts the process and waits until it can serve.
 
         `on_progress(done, total)` tells bytes of weights. A core that then is silent for `hang_timeout` seconds is
-        killed. Raises StartupError with the core's root cause.
+        killed. Others reach it at `door`. Raises StartupError with the core's root cause.
         """
         self = cls(on_progress, hang_timeout)
-        box = make_box()
+        self._process = CoreProcess(door)
+        hello = Hello(config, eos_token_ids)
+        if door is not None:
+            hello = Hello(config, eos_token_ids, door.secret, door.model_digest)
+        await self._connect(self._process.socket, hello)
+        return self
+
+    @classmethod
+    async def join(
+        cls,
+        address: str,
+        secret: bytes,
+        on_progress: Callable[[int, int], None] | None = None,
+        hang_timeout: float = math.inf,
+    ) -> CoreClient:
+        """Connects to a core that somebody else started, and waits until it can serve.
+
+        The connection to a core that then is silent for `hang_timeout` seconds is given up. Raises
+        CoreUnreachableError, or another StartupError.
+        """
+        self = cls(on_progress, hang_timeout)
+        self._name = f"the core at {address}"
+        sock, self.welcome = await enter(address, secret)
+        self.was_killed = True
+        await self._connect(sock)
+        return self
+
+    async def _connect(self, sock: socket.socket, *first: ToCore) -> None:
         try:
-            self._black_box = BlackBox(box)
-            self._process, ours = _spawn_core(box)
-        finally:
-            os.close(box)
-        try:
-            await self._loop.create_connection(lambda: self, sock=ours)
-            self.send(Hello(config, eos_token_ids))
+            await self._loop.create_connection(lambda: self, sock=sock)
+            for message in first:
+                self.send(message)
             self.ready = await self._ready
         except BaseException:
             await self.close(grace=0)
             raise
         self._ping()
-        return self
 
     @property
     def pid(self) -> int:
+        assert self._process is not None, "others' processes are not known"
         return self._process.pid
 
     @property
-    def entering(self) -> list[int]:
-        """Handles of the requests that were new to the batch in the steps a dead core was at; asked before `close`."""
-        return [handle for client, handle in self._black_box.read() if client == OWNER]
+    def entering(self) -> list[int] | None:
+        """Handles of the requests that were new to the batch in the steps a dead core was at; asked before `close`.
+        None: nobody knows."""
+        return None if self._process is None else self._process.entering
 
     @property
     def silent_seconds(self) -> float:
@@ -161,22 +183,17 @@ class CoreClient(asyncio.Protocol):
         return self._outputs.popleft()
 
     async def close(self, grace: float = SHUTDOWN_SECONDS) -> None:
-        """Asks the core to leave, then makes it; returns when the process is gone. Idempotent."""
+        """Leaves the core. One of ours is asked to leave, then made to: it is gone on return. Idempotent."""
         self._closing = True
         if self._pinger is not None:
             self._pinger.cancel()
-        if self._process.poll() is None and grace > 0:
-            self.send(Shutdown())
-            with contextlib.suppress(subprocess.TimeoutExpired):
+        if self._process is not None:
+            if self._process.is_running and grace > 0:
+                self.send(Shutdown())
                 await asyncio.to_thread(self._process.wait, grace)
-        if self._process.poll() is None:
-            self._process.kill()
-        await asyncio.to_thread(self._process.wait)
+            await asyncio.to_thread(self._process.reap)
         if hasattr(self, "_transport"):
             self._transport.close()
-        if not self._is_closed:
-            self._is_closed = True
-            self._black_box.close()
 
     # asyncio.Protocol -------------------------------------------------------------------------
 
@@ -189,8 +206,8 @@ class CoreClient(asyncio.Protocol):
             for message in self._decoder.feed(data):
                 self._received(message)
         except codec.FrameError as error:
-            self._died(CoreDiedError(f"the core sent something unreadable: {error}"))
-            self._process.kill()
+            self._died(CoreDiedError(f"{self._name} sent something unreadable: {error}"))
+            self._cut_off()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._disconnected = True
@@ -221,13 +238,23 @@ class CoreClient(asyncio.Protocol):
             case Pong():
                 pass
 
+    def _cut_off(self) -> None:
+        if self._process is None:
+            self._transport.abort()
+        else:
+            self._process.kill()
+
     async def _explain_death(self) -> None:
-        """The socket ended: says how the process did."""
-        code = await asyncio.to_thread(self._process.wait)
-        self.was_killed = code == -signal.SIGKILL and not self._hung
-        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        """The socket ended: says why."""
         kind = CoreDiedError if self._ready.done() else StartupError
-        self._died(kind(f"the core process ended by {how}"))
+        if self._process is None:
+            reason = "it was silent for too long" if self._hung else "it hung up"
+            self._died(kind(f"the connection to {self._name} is lost: {reason}"))
+            return
+        code = await asyncio.to_thread(self._process.wait)
+        assert code is not None
+        self.was_killed = code == -signal.SIGKILL and not self._hung
+        self._died(kind(f"the core process ended by {explain_exit(code)}"))
 
     def _died(self, error: TailraceError) -> None:
         """The first reason counts; it reaches everyone who waits."""
@@ -247,34 +274,9 @@ class CoreClient(asyncio.Protocol):
 
     def _ping(self) -> None:
         if self.silent_seconds > self._hang_timeout:
-            logger.error("the core has been silent for %.1f s: it is killed", self.silent_seconds)
+            logger.error("%s has been silent for %.1f s: it is given up", self._name, self.silent_seconds)
             self._hung = True
-            self._process.kill()
+            self._cut_off()
             return
         self.send(Ping())
         self._pinger = self._loop.call_later(PING_INTERVAL, self._ping)
-
-
-def _spawn_core(box: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """The process, and our end of the socket that is its only tie to us."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "core_proc.proc", str(theirs.fileno()), str(box)],
-            pass_fds=[theirs.fileno(), box],
-            env=child_environment(),
-            stdin=subprocess.DEVNULL,
-            # A session of its own: what the terminal sends to all of us, Ctrl-C above all, is for the front end.
-            start_new_session=True,
-        )
-    return process, ours
-
-
-def pinned(config: EngineConfig, ready: CoreReady) -> EngineConfig:
-    """The config of a core that holds what this one does: what was accepted for one must fit the next."""
-    replace = msgspec.structs.replace
-    return replace(
-        config,
-        model=replace(config.model, max_model_len=ready.max_model_len),
-        cache=replace(config.cache, num_kv_blocks=ready.kv_capacity_tokens // ready.block_size + 1),
-    )

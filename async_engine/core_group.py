@@ -169,7 +169,8 @@ class CoreGroup:
     def took(self, slot: CoreSlot, outputs: EngineCoreOutputs) -> None:
         if stopped := self._processor.process(outputs):
             slot.send(Abort(stopped, stopped=True))
-        if outputs.handles or outputs.finished:
+        # It may have worked for other front ends.
+        if outputs.handles or outputs.finished or (outputs.stats is not None and outputs.stats.output_tokens):
             for message in slot.recovery.core_works():
                 slot.send(message)
         if outputs.stats is not None:

@@ -70,11 +70,14 @@ class Recovery:
         self.num_restarts += 1
         return 0.0 if self._in_vain == 1 else min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2 ** min(self._in_vain, 16))
 
-    def core_died(self, entering: Iterable[int], was_killed: bool) -> list[RequestState]:
-        """Suspicion falls on the requests it had just begun with, whose handles are `entering`. Returns the others that
-        are to go on."""
+    def core_died(self, entering: Iterable[int] | None, was_killed: bool) -> list[RequestState]:
+        """Suspicion falls on the requests it had just begun with, whose handles are `entering`; where nobody knows
+        (None), on all without a token of it. Returns the others that are to go on."""
         known = self._processor.sequences
-        requests = {known[handle].request: None for handle in entering if handle in known}
+        if entering is None:
+            requests = dict.fromkeys(self._processor.requests_in(self._core))
+        else:
+            requests = {known[handle].request: None for handle in entering if handle in known}
         suspects = [request for request in requests if not request.has_progressed]
         self._tried = None
         if len(suspects) == 1:

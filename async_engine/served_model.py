@@ -9,7 +9,7 @@ import msgspec
 
 from async_engine.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from protos.messages import Vocabulary
-from protos.model_files import read_model_spec, resolve_model
+from protos.model_files import model_digest, read_model_spec, resolve_model
 from protos.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -45,6 +45,13 @@ async def open_model(name: str, served_name: str) -> tuple[tuple[int, ...], asyn
     path = await asyncio.to_thread(resolve_model, name)
     spec = await asyncio.to_thread(read_model_spec, path)
     return spec.eos_token_ids, asyncio.ensure_future(load_served_model(name, path, spec, served_name))
+
+
+async def digest_model(name: str) -> str:
+    """For two processes to see whether they have the same files. Raises StartupError."""
+    if name == NULL_MODEL:
+        return NULL_MODEL
+    return await asyncio.to_thread(lambda: model_digest(resolve_model(name)))
 
 
 def null_model(served_name: str) -> ServedModel:

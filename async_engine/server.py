@@ -7,13 +7,15 @@ import gc
 import logging
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from grpc_channelz.v1 import channelz, channelz_pb2
 
 from async_engine.admin_servicer import AdminServicer
 from async_engine.async_llm import AsyncLLM
 from async_engine.compat.services import ADAPTERS
+from async_engine.core_entrance import read_secret
 from async_engine.endpoint import Endpoint, check_address, check_files, split_address
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.health import HealthServicer
@@ -23,6 +25,7 @@ from async_engine.model_servicer import ModelServicer
 from async_engine.request_log import RequestLog
 from async_engine.servicer import GenerationServicer
 from protos.config import service_names
+from protos.errors import InvalidRequestError
 from protos.tailrace.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -33,12 +36,13 @@ from protos.tailrace.v1 import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     import grpc.aio
 
     from async_engine.tracing import TraceInterceptor
     from protos.config import ServeConfig, ServerOptions
+    from protos.scale_config import ScaleOptions
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +186,35 @@ def quiet_gc() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
+def check_cores(options: ScaleOptions) -> bytes:
+    """The secret of the cores that run already; empty if there are none. Raises InvalidRequestError."""
+    if not options.core:
+        if options.secret_file:
+            raise InvalidRequestError("secret_file", "is of use with --core only")
+        return b""
+    for address in options.core:
+        split_address("core", address)
+    if not options.secret_file:
+        raise InvalidRequestError("secret_file", "is needed with --core")
+    return read_secret(Path(options.secret_file))
+
+
+def _make_engine(
+    config: ServeConfig, secret: bytes, on_progress: Callable[[int, int], None] | None
+) -> Coroutine[None, None, AsyncLLM]:
+    server = config.server
+    common: dict[str, Any] = {
+        "served_name": server.served_model_name,
+        "admission": config.admission,
+        "max_core_restarts": server.max_core_restarts,
+        "hang_timeout": server.hang_timeout,
+        "on_progress": on_progress,
+    }
+    if config.scale.core:
+        return AsyncLLM.join(config.scale.core, secret, config.model.model, **common)
+    return AsyncLLM.start(config.engine, **common)
+
+
 async def serve(
     config: ServeConfig,
     on_progress: Callable[[int, int], None] | None = None,
@@ -197,22 +230,14 @@ async def serve(
         if address := getattr(config.server, option):
             check_address(option, address)
     check_files(config.server)
+    secret = check_cores(config.scale)
     if wants_tracing(config.server):
         import async_engine.tracing  # noqa: F401  says so if it cannot be had
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, signals.put_nowait, signum)
-    starting = asyncio.create_task(
-        AsyncLLM.start(
-            config.engine,
-            served_name=config.server.served_model_name,
-            admission=config.admission,
-            max_core_restarts=config.server.max_core_restarts,
-            hang_timeout=config.server.hang_timeout,
-            on_progress=on_progress,
-        )
-    )
+    starting = asyncio.create_task(_make_engine(config, secret, on_progress))
     interrupted = asyncio.create_task(signals.get())
     await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():

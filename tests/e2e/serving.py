@@ -22,7 +22,7 @@ from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
-READY = re.compile(r"tailrace ready on ([^ ]+): ")
+READY = re.compile(r"tailrace (?:core )?ready on ([^ ]+): ")
 
 
 @contextlib.asynccontextmanager
@@ -82,11 +82,11 @@ def stream_request(text: str = "hi", max_tokens: int = 4, **fields: Any) -> pb.G
 
 
 class ServerProcess:
-    """`tailrace serve` as users run it."""
+    """`tailrace serve`, or `core`, as users run it."""
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, command: str = "serve") -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "async_engine.cli", "serve", *arguments],
+            [sys.executable, "-m", "async_engine.cli", command, *arguments],
             cwd=ROOT,
             env={**os.environ, **(env or {})},
             stdout=subprocess.PIPE,
