@@ -11,21 +11,42 @@ import logging
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.reference import ReferenceOps
 
+if TYPE_CHECKING:
+    from kernels.quantised import QuantisedMatrix
+
 logger = logging.getLogger(__name__)
 
-_VARIANTS = {"AVX512": ("avx512", "avx2", "generic"), "AVX2": ("avx2", "generic"), "DEFAULT": ("generic",)}
-"""By what torch calls this processor's capability, best first."""
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SILU, _GELU = 0, 1
 """Activations of the gated product, as cpp/elementwise.h numbers them."""
 _LANES = 16
 """Sizes must be a multiple of the widest vector, floats; others take the reference."""
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class _QuantisedArgs(ctypes.Structure):
+    """QuantisedArgs of cpp/quantised.h, field by field."""
+
+    _fields_ = [
+        ("tiles", _pointer),
+        ("x", _pointer),
+        ("out", _pointer),
+        ("rows", _long),
+        ("size", _long),
+        ("outputs", _long),
+        ("stride", _long),
+        ("bits", _int),
+        ("group", _int),
+        ("has_minimums", _int),
+        ("wide_scales", _int),
+        ("num_threads", _int),
+    ]
 
 
 class _AttentionArgs(ctypes.Structure):
@@ -62,6 +83,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "norm_heads": [_int, *[_pointer] * 2, _long, _long, _int, _int, _float, _int],
     "gated": [_int, _int, *[_pointer] * 2, _long, _long, _int],
     "gelu": [_int, *[_pointer] * 2, _long, _int],
+    "quantised_linear": [_pointer],
     "softcap": [_pointer, _long, _float, _int],
 }
 
@@ -80,9 +102,16 @@ def load_library(variant: str) -> ctypes.CDLL | None:
     return None
 
 
+def variants() -> list[str]:
+    """The instruction sets of this processor, best first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    has_avx512 = capability == "AVX512" and torch.cpu._is_vnni_supported()
+    return ["avx512"] * has_avx512 + ["avx2"] * (capability in ("AVX2", "AVX512")) + ["generic"]
+
+
 def make_cpu_ops(block_size: int, num_threads: int) -> ReferenceOps:
     """The fastest kernels that this processor runs and that take blocks of this size."""
-    for variant in _VARIANTS.get(torch.backends.cpu.get_cpu_capability(), ("generic",)):
+    for variant in variants():
         library = load_library(variant)
         if library is not None and block_size % library.tailrace_vector_width() == 0:
             return CpuOps(library, num_threads)
@@ -104,6 +133,7 @@ class CpuOps(ReferenceOps):
         self._gated = library.tailrace_gated
         self._gelu = library.tailrace_gelu
         self._softcap = library.tailrace_softcap
+        self._quantised_linear = library.tailrace_quantised_linear
 
     def write_kv(
         self,
@@ -288,6 +318,28 @@ class CpuOps(ReferenceOps):
         assert x.dtype == torch.float32
         self._softcap(x.data_ptr(), x.numel(), cap, self._num_threads)
         return None
+
+    def quantised_linear(self, x: torch.Tensor, weight: QuantisedMatrix, out: torch.Tensor) -> None:
+        assert x.is_contiguous()
+        assert x.dtype == out.dtype == torch.float32
+        assert out.stride(1) == 1
+        outputs, inputs = weight.shape
+        form = weight.format
+        arguments = _QuantisedArgs(
+            weight.tiles.data_ptr(),
+            x.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            inputs,
+            outputs,
+            out.stride(0),
+            form.bits,
+            form.group,
+            form.has_minimums,
+            form.scale_type == torch.float32,
+            self._num_threads,
+        )
+        self._quantised_linear(ctypes.byref(arguments))
 
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()

@@ -5,8 +5,13 @@ Storage is float32, bfloat16 or float16; arithmetic is in float32 and rounds onc
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from kernels.quantised import QuantisedMatrix
 
 
 class ReferenceOps:
@@ -139,6 +144,14 @@ class ReferenceOps:
                 torch.mm(x[first:end], weights[group].T, out=out[first:end])
                 first = end
         return out
+
+    def quantised_linear(self, x: torch.Tensor, weight: QuantisedMatrix, out: torch.Tensor) -> None:
+        """out [rows, outputs] = x [rows, inputs] times the transposed weights, all float32. Others may round x to 16
+        bits, with a scale for each group of inputs."""
+        first = 0
+        for part in weight.chunks():
+            torch.mm(x, part.T, out=out[:, first : first + len(part)])
+            first += len(part)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up [tokens, size], where x [tokens, 2 * size] holds the gates and then the ups."""

@@ -1,7 +1,7 @@
 """Dequantisation of K blocks: 256 weights in 8 or 16 groups, each with a small scale of its own.
 
-Every function takes [blocks, bytes of a block] and gives [blocks, 256] float32, bit for bit what the gguf
-package computes, several times faster. d and m are float16, one of each for the whole block.
+Every function takes [blocks, bytes of a block] and gives the integers in groups [blocks, groups, size of a group],
+and the scales and minimums of the groups [blocks, groups]. d and m are float16, one of each for the whole block.
 
   Q4_K  d, m, 12 bytes of 6-bit scales and minimums, 128 bytes of 4-bit weights
   Q5_K  the same with 32 bytes between: bit g of byte i is the fifth bit of weight i in group g
@@ -17,43 +17,34 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 
-def q4_k(blocks: Bytes) -> Floats:
-    return _affine(_nibbles(blocks[:, 16:], 32), blocks)
+def q4_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
+    return _nibbles(blocks[:, 16:], 32), *_scales_and_minimums(blocks)
 
 
-def q5_k(blocks: Bytes) -> Floats:
+def q5_k(blocks: Bytes) -> tuple[Bytes, Floats, Floats]:
     groups = np.arange(8, dtype=np.uint8)[:, None]
     fifth = (blocks[:, None, 16:48] >> groups & np.uint8(1)) << np.uint8(4)
-    return _affine(_nibbles(blocks[:, 48:], 32) | fifth, blocks)
+    return _nibbles(blocks[:, 48:], 32) | fifth, *_scales_and_minimums(blocks)
 
 
-def q6_k(blocks: Bytes) -> Floats:
+def q6_k(blocks: Bytes) -> tuple[npt.NDArray[np.int8], Floats, None]:
     # Both halves of 128 weights: 64 bytes of low nibbles, then high ones; 32 bytes of four upper pairs each.
     values = _nibbles(blocks[:, :128], 64).reshape(-1, 2, 4, 32)
     upper = blocks[:, 128:192].reshape(-1, 2, 1, 32)
     values |= (upper >> np.array([0, 2, 4, 6], np.uint8)[:, None] & np.uint8(3)) << np.uint8(4)
-    weights = values.reshape(-1, 16, 16).astype(np.float32)
-    weights -= 32
-    weights *= (_half(blocks, 208) * blocks[:, 192:208].view(np.int8))[:, :, None]
-    return weights.reshape(-1, 256)
+    signed = values.reshape(-1, 16, 16).view(np.int8)
+    signed -= 32
+    return signed, _half(blocks, 208) * blocks[:, 192:208].view(np.int8), None
 
 
-def _affine(values: Bytes, blocks: Bytes) -> Floats:
-    """d * scale * value - m * minimum, of values [blocks, 8, 32]."""
-    scales, minimums = _scales_and_minimums(blocks[:, 4:16])
-    weights = values.astype(np.float32)
-    weights *= (_half(blocks, 0) * scales)[:, :, None]
-    weights -= (_half(blocks, 2) * minimums)[:, :, None]
-    return weights.reshape(-1, 256)
-
-
-def _scales_and_minimums(packed: Bytes) -> tuple[Bytes, Bytes]:
-    """[blocks, 12] bytes to twice [blocks, 8]: four of each in the low 6 bits of the first two words; the
-    others' low halves share the third word, and their top two bits are those of the first two."""
-    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+def _scales_and_minimums(blocks: Bytes) -> tuple[Floats, Floats]:
+    """d * scale and -m * minimum of 8 groups, from 12 bytes behind d and m: four scales and minimums in the low 6 bits
+    of the first two words; the others' low halves share the third word, and their top two bits are those of the
+    first two."""
+    first, second, third = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=1)
     minimums = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=1)
-    return scales, minimums
+    return _half(blocks, 0) * scales, -_half(blocks, 2) * minimums
 
 
 def _nibbles(data: Bytes, size: int) -> Bytes:

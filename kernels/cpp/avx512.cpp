@@ -1,2 +1,2 @@
-// For x86 with AVX-512 F, BW, DQ and VL.
+// For x86 with AVX-512 F, BW, DQ, VL and VNNI.
 #include "exports.h"

@@ -5,6 +5,7 @@
 
 #include "attention.h"
 #include "elementwise.h"
+#include "quantised.h"
 
 extern "C" {
 
@@ -72,6 +73,10 @@ void tailrace_gelu(int dtype, const void* x, void* out, int64_t cells, int threa
     using T = decltype(zero);
     gelu((const T*)x, (T*)out, cells, threads);
   });
+}
+
+void tailrace_quantised_linear(const QuantisedArgs* args) {
+  with_layout(*args, [&](auto layout) { quantised_linear<decltype(layout)>(*args); });
 }
 
 void tailrace_softcap(float* x, int64_t cells, float cap, int threads) { softcap(x, cells, cap, threads); }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__F16C__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -41,7 +41,12 @@ struct VectorTypes;
     typedef int32_t I __attribute__((vector_size(W * 4)));     \
     typedef uint32_t U __attribute__((vector_size(W * 4)));    \
     typedef uint16_t H __attribute__((vector_size(W * 2)));    \
+    typedef int16_t P __attribute__((vector_size(W * 4)));     \
+    typedef uint16_t Q __attribute__((vector_size(W * 4)));    \
   };                                                           \
+  inline VectorTypes<W>::F to_float(VectorTypes<W>::I v) {     \
+    return __builtin_convertvector(v, VectorTypes<W>::F);      \
+  }                                                            \
   inline VectorTypes<W>::I to_int(VectorTypes<W>::F v) {       \
     return __builtin_convertvector(v, VectorTypes<W>::I);      \
   }                                                            \
