@@ -122,6 +122,8 @@ def make_cpu_ops(block_size: int, num_threads: int) -> ReferenceOps:
 class CpuOps(ReferenceOps):
     """Each operation adds up a row in one fixed order: its result does not depend on the rows beside it."""
 
+    keeps_integers = True
+
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self._num_threads = num_threads
         self._attention = library.tailrace_attention

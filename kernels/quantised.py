@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 TILE = 16
 """Outputs that lie together; cpp/quantised.h has the same."""
@@ -62,6 +62,15 @@ class QuantisedMatrix:
         self.num_groups = inputs // form.group
         self.tiles = torch.zeros(-(-outputs // TILE), self.num_groups, form.group_bytes, dtype=torch.uint8)
         """What is beyond the last output is 0."""
+
+    @classmethod
+    def joined(cls, parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
+        """One above the other, of one format, all but the last of whole tiles."""
+        assert all(part.shape[0] % TILE == 0 for part in parts[:-1]), "only the last may end inside a tile"
+        self = cls(0, parts[0].shape[1], parts[0].format)
+        self.shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
+        self.tiles = torch.cat([part.tiles for part in parts])
+        return self
 
     @property
     def nbytes(self) -> int:

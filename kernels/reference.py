@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 class ReferenceOps:
     """Runs on any device; written to be read, not to be fast."""
 
+    keeps_integers = False
+    """Whether quantised_linear is faster than a product with the same weights as floats."""
+
     def kv_cache_shapes(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:

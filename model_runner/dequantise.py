@@ -11,7 +11,7 @@ weight i + 16 in its high half, or one signed weight in Q8_0.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,14 +31,18 @@ class Integers:
     """Quantised weights: weight = value * scale + minimum, with a scale and a minimum for each group."""
 
     values: npt.NDArray[np.uint8 | np.int8]
-    """[groups, size of a group]"""
     scales: Floats
-    """[groups]"""
+    """One for each group of values."""
     minimums: Floats | None
-    """[groups]; None is 0 for all."""
+    """The same; None is 0 for all."""
+
+    def apply(self, change: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]) -> Integers:
+        """The same change made to values, scales and minimums."""
+        minimums = None if self.minimums is None else change(self.minimums)
+        return Integers(change(self.values), change(self.scales), minimums)
 
     def floats(self) -> Floats:
-        """The weights, in order."""
+        """The weights, in order, of values [groups, size of a group]."""
         weights = self.values.astype(np.float32)
         weights *= self.scales[:, None]
         if self.minimums is not None:
@@ -66,7 +70,8 @@ def dequantise(data: Bytes, type_id: int) -> Floats:
 
 
 def integers(data: Bytes, type_id: int) -> Integers:
-    """The weights of whole blocks, in order, as they are stored. Raises KeyError for other types than INTEGER_TYPES."""
+    """The weights of whole blocks, in order, as they are stored: values [groups, size of a group]. Raises KeyError for
+    other types than INTEGER_TYPES."""
     values, scales, minimums = _INTEGERS[type_id](data.reshape(-1, BLOCK_FORMATS[type_id][2]))
     groups = values.reshape(scales.size, -1)
     return Integers(groups, scales.reshape(-1), None if minimums is None else minimums.reshape(-1))

@@ -43,6 +43,8 @@ class DevicePolicy:
     chunk_cells: int
     """Numbers to take through a chain of elementwise operations at a time: on a CPU, what its cache holds."""
     workers: Workers = field(default_factory=Workers)
+    keeps_integers: bool = False
+    """Linear layers compute with the integers that a checkpoint has, instead of turning them into floats."""
 
     @property
     def dtype_name(self) -> str:
@@ -59,8 +61,9 @@ class DevicePolicy:
         return _free_host_memory() // self.workers.place.local_size
 
 
-def make_device(config: EngineConfig, spec: ModelSpec, place: Place = ONLY) -> DevicePolicy:
-    """The policy the config asks for, on the devices that are this worker's. Raises StartupError where there are none.
+def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place = ONLY) -> DevicePolicy:
+    """The policy the config asks for, for the model at `path`, on the devices that are this worker's. Raises
+    StartupError where there are none.
 
     Sets the number of threads torch computes with, for the whole process.
     """
@@ -73,17 +76,21 @@ def make_device(config: EngineConfig, spec: ModelSpec, place: Place = ONLY) -> D
     num_threads = config.executor.num_threads or _cores_each(place, on_cpu)
     torch.set_num_threads(num_threads)
     name: str = config.model.dtype
-    if name == "auto":
+    is_ours_to_choose = name == "auto"
+    if is_ours_to_choose:
         name = "float32" if on_cpu else spec.dtype
     device = torch.device("cpu") if on_cpu else _gpu(place)
+    ops = make_ops(device, config.cache.block_size, num_threads)
+    has_integers = path.suffix == ".gguf" and config.model.load_format == "auto"
     return DevicePolicy(
         device=device,
         dtype=_DTYPES[name],
-        ops=make_ops(device, config.cache.block_size, num_threads),
+        ops=ops,
         max_steps_in_flight=1 if on_cpu else 2,
         cache_limit=CPU_CACHE_LIMIT // place.local_size if on_cpu else None,
         chunk_cells=1 << 18 if on_cpu else 1 << 26,
         workers=make_workers(place, device),
+        keeps_integers=is_ours_to_choose and has_integers and ops.keeps_integers,
     )
 
 

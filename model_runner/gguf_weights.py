@@ -1,4 +1,5 @@
-"""GGUFCheckpoint: the tensors of a GGUF file under their Hugging Face names, dequantised as they are read."""
+"""GGUFCheckpoint: the tensors of a GGUF file under their Hugging Face names, dequantised as they are read where the
+model does not keep integers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import numpy as np
 import torch
 
 from model_runner.checkpoint import CheckpointTensor
-from model_runner.dequantise import can_dequantise, dequantise
+from model_runner.dequantise import can_dequantise
+from model_runner.gguf_rows import QUANTISED_FORMATS, can_keep, in_halves, read_floats, read_integers
 from protos.errors import StartupError
 from protos.gguf import BLOCK_FORMATS, read_gguf
 
@@ -42,8 +44,6 @@ _NAMES = {
 """From a tensor's name in GGUF, without block number and suffix, to its Hugging Face name; those of Llama."""
 _IN_THE_SPEC = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 """Tensors that the ModelSpec has already read."""
-_CHUNK_WEIGHTS = 1 << 18
-"""Weights dequantised at a time, so that they are still in the cache when they are copied."""
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 """With the number of an expert, in old files."""
 _OTHER_NAME = re.compile(r"(\w+)\.(weight|bias)")
@@ -90,9 +90,18 @@ class GGUFCheckpoint:
         _, block_size, block_bytes = BLOCK_FORMATS[entry.type]
         before = tensor.first_row * entry.shape[-1] // block_size * block_bytes
         data = np.memmap(entry.path, np.uint8, "r", entry.offset + before, (tensor.nbytes,))
+        form = QUANTISED_FORMATS.get(entry.type)
+        if form is not None and target.kept and can_keep(target, form, 2 * pairs):
+            for part, kept in target.kept_pieces():
+                matrix = kept.integers(form)
+                for rows, found in read_integers(data, tensor.shape, part, entry.type, 2 * pairs):
+                    ours = found.apply(lambda numbers: in_halves(numbers, pairs))
+                    minimums = None if ours.minimums is None else torch.from_numpy(ours.minimums)
+                    matrix.fill(rows.start, torch.from_numpy(ours.values), torch.from_numpy(ours.scales), minimums)
+            return
         for part, view in target.pieces():
-            for rows, weights in _chunks(data, tensor.shape, part, entry.type, 2 * pairs):
-                _copy(view[rows], torch.from_numpy(weights), pairs)
+            for rows, weights in read_floats(data, tensor.shape, part, entry.type, 2 * pairs):
+                view[rows] = torch.from_numpy(in_halves(weights, pairs))
 
     def _hugging_face_name(self, name: str) -> str:
         """The name itself where GGUF's is not known: the check against the model's table will then refuse it."""
@@ -106,35 +115,3 @@ class GGUFCheckpoint:
             module, suffix = match.groups()
             return f"{self._names.get(module, module)}.{suffix}"
         return name
-
-
-def _chunks(
-    data: np.ndarray, shape: tuple[int, ...], part: tuple[slice, ...], type_id: int, unit: int
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Rows of a part of a tensor, counted from its first one, and their weights; where a unit is given, whole units
-    of so many rows. Of the blocks in `data` only those that the part is in are read."""
-    rows, row_size = part[0], int(np.prod(shape[1:]))
-    _, block_size, block_bytes = BLOCK_FORMATS[type_id]
-    if row_size % block_size:  # a vector: its blocks run along the rows themselves
-        yield slice(0, rows.stop - rows.start), dequantise(np.array(data), type_id)[rows]
-        return
-    columns = part[1] if len(part) > 1 else slice(0, row_size)
-    first_block, end_block = columns.start // block_size, -(-columns.stop // block_size)
-    blocks = data.reshape(shape[0], -1, block_bytes)[rows, first_block:end_block]
-    width = (end_block - first_block) * block_size
-    step = max(1, _CHUNK_WEIGHTS // (width * max(1, unit))) * max(1, unit)
-    for first in range(0, len(blocks), step):
-        read = np.array(blocks[first : first + step])
-        weights = dequantise(read.reshape(-1), type_id).reshape(len(read), width)
-        within = weights[:, columns.start - first_block * block_size :][:, : columns.stop - columns.start]
-        yield slice(first, first + len(read)), within if len(part) > 1 else within[:, 0]
-
-
-def _copy(target: torch.Tensor, weights: torch.Tensor, pairs: int) -> None:
-    """`pairs`: of each head, where the rows of its halves lie interleaved."""
-    if not pairs:
-        target.copy_(weights)
-        return
-    # The file has [head, pair, half, ...]: rotation by neighbours. The model rotates [head, half, pair, ...].
-    paired = weights.unflatten(0, (-1, pairs, 2)).transpose(1, 2)
-    target.unflatten(0, (-1, 2, pairs)).copy_(paired)

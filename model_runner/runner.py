@@ -62,7 +62,7 @@ class ModelRunner:
             vocab_size=self._spec.vocab_size,
             dtype=self._policy.dtype_name,
             device=self._policy.device.type,
-            weight_bytes=sum(target.tensor.nbytes for target in table.values()),
+            weight_bytes=sum(target.nbytes for target in table.values()),
             kv_cache_bytes=self._size.num_bytes,
             max_steps_in_flight=self._config.scheduler.max_steps_in_flight or self._policy.max_steps_in_flight,
         )

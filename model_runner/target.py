@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from model_runner.kept import Kept
     from model_runner.shard import Shard
 
 
@@ -23,6 +24,8 @@ class Target:
 
     tensor: torch.Tensor
     axes: tuple[tuple[Shard, ...], ...]
+    kept: tuple[Kept, ...] = ()
+    """What holds the rows of each shard, where they may stay as the checkpoint has them: the tensor then is a shape."""
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Target:
@@ -43,10 +46,24 @@ class Target:
         """Of the bytes of the checkpoint's tensor, those of the part."""
         return nbytes * self.tensor.numel() // max(1, math.prod(self.shape))
 
+    @property
+    def nbytes(self) -> int:
+        return sum(kept.nbytes for kept in self.kept) or self.tensor.nbytes
+
     def pieces(self) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
         """Where in the checkpoint's tensor each part lies, and the view of ours that it fills."""
+        if self.kept:
+            for place, kept in self.kept_pieces():
+                yield place, kept.floats()[: place[0].stop - place[0].start]
+            return
         for places in itertools.product(*(_side_by_side(axis) for axis in self.axes)):
             yield tuple(theirs for theirs, _ in places), self.tensor[tuple(ours for _, ours in places)]
+
+    def kept_pieces(self) -> Iterator[tuple[tuple[slice, ...], Kept]]:
+        """The same, with what keeps the part."""
+        rows, (columns,) = (list(_side_by_side(axis)) for axis in self.axes)
+        for (theirs, _), kept in zip(rows, self.kept, strict=True):
+            yield (theirs, columns[0]), kept
 
 
 def _side_by_side(axis: tuple[Shard, ...]) -> Iterator[tuple[slice, slice]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
+from model_runner.layers.matrix import Matrix
 from model_runner.target import Target
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class Linear:
 
     def __init__(self, ins: Shard, outs: list[Shard], bias: bool, policy: DevicePolicy) -> None:
         self._ins, self._outs = ins, outs
+        self.weight = Matrix([out.size for out in outs], ins.size, policy)
         size = sum(out.size for out in outs)
-        self.weight = torch.empty(size, ins.size, dtype=policy.dtype, device=policy.device)
         self.bias = torch.empty(size, dtype=policy.dtype, device=policy.device) if bias else None
         self._workers = policy.workers
 
@@ -35,13 +35,13 @@ class Linear:
         first = 0
         for name, outs in zip(names, parts, strict=True):
             rows = slice(first, first := first + sum(out.size for out in outs))
-            table[f"{name}.weight"] = Target(self.weight[rows], (outs, (self._ins,)))
+            table[f"{name}.weight"] = self.weight.target(rows.start, outs, self._ins)
             if self.bias is not None:
                 table[f"{name}.bias"] = Target(self.bias[rows], (outs,))
         return table
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._ins.is_whole:
-            return F.linear(x, self.weight, self.bias)
-        y = self._workers.all_reduce(F.linear(x, self.weight))
+            return self.weight.times(x, self.bias)
+        y = self._workers.all_reduce(self.weight.times(x))
         return y if self.bias is None else y.add_(self.bias)

@@ -24,7 +24,7 @@ from protos.place import Place
 def load(path: Path, place: Place) -> int:
     config = build(EngineConfig, model=str(path), num_kv_blocks=8, max_num_seqs=2, num_threads=1, device="cpu")
     spec = read_model_spec(path)
-    runner = ModelRunner(config, spec, (), make_device(config, spec, place))
+    runner = ModelRunner(config, spec, (), make_device(config, spec, path, place))
     return runner.load(path, lambda done, total: None).weight_bytes
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from model_runner.dequantise import can_dequantise, dequantise
+from model_runner.dequantise import INTEGER_TYPES, can_dequantise, dequantise
 from model_runner.gguf_weights import GGUFCheckpoint
 from protos.errors import StartupError
 from protos.gguf import BLOCK_FORMATS, read_gguf
@@ -19,7 +19,7 @@ from protos.model_files import read_model_spec
 from tests.model_runner import gguf_files
 from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.test_tiny_models import ENDS, LLAMA3, TOKENS
-from tests.model_runner.tiny import chunk_logits, load_tiny, reference_logits, save_tiny, tensors
+from tests.model_runner.tiny import chunk_logits, kept_weights, load_tiny, reference_logits, save_tiny, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -204,12 +204,16 @@ def test_weights_of_a_file_equal_the_package_bit_for_bit(type_id: int, tmp_path:
     with np.errstate(all="ignore"):
         write_gguf(path, model, "llama", BLOCK_FORMATS[type_id][0])
         ours = tensors(load_tiny(path))
+        kept = kept_weights(load_tiny(path, dtype="auto"))
+    assert bool(kept) == (type_id in INTEGER_TYPES)
     names = [name for name, weight in model.state_dict().items() if weight.ndim == 2]
     assert len(names) == len(expected) == 9
     for name, weights in zip(names, expected.values(), strict=True):
         if "q_proj" in name or "k_proj" in name:
             weights = weights.reshape(-1, 64, 2, 256).swapaxes(1, 2).reshape(-1, 256)
         assert np.array_equal(ours[name].numpy().view(np.uint32), np.ascontiguousarray(weights).view(np.uint32)), name
+        if kept:  # signed integers of four bits may lose a last bit to their minimum
+            np.testing.assert_allclose(kept[name].numpy(), weights, rtol=1e-6, atol=1e-6 * np.abs(weights).max())
 
 
 def test_the_common_formats_are_readable():

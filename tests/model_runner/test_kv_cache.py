@@ -121,13 +121,13 @@ def test_memory_is_not_touched_before_it_is_used():
 def test_the_device_and_dtype_the_config_asks_for(monkeypatch: pytest.MonkeyPatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    policy = make_device(build(EngineConfig, num_threads=1), SPEC)
+    policy = make_device(build(EngineConfig, num_threads=1), SPEC, Path("model"))
     assert (policy.device.type, policy.dtype_name, policy.max_steps_in_flight) == ("cpu", "float32", 1)
     assert torch.get_num_threads() == 1
-    assert make_device(build(EngineConfig, dtype="bfloat16"), SPEC).dtype == torch.bfloat16
+    assert make_device(build(EngineConfig, dtype="bfloat16"), SPEC, Path("model")).dtype == torch.bfloat16
     assert policy.free_memory() > 100 * MIB
     with pytest.raises(StartupError, match="--device cuda: torch finds no usable GPU"):
-        make_device(build(EngineConfig, device="cuda"), SPEC)
+        make_device(build(EngineConfig, device="cuda"), SPEC, Path("model"))
     torch.set_num_threads(threads)
 
 

@@ -101,7 +101,7 @@ def expected(theirs: Any, prompts: list[list[int]]) -> Greedy:
 @pytest.fixture(scope="module")
 def runner(theirs: Any, file: Path) -> ModelRunner:
     """Made behind theirs, so that what they need for loading is free again."""
-    runner = make_runner(file, build(EngineConfig, max_num_seqs=8, num_kv_blocks=NUM_BLOCKS))
+    runner = make_runner(file, build(EngineConfig, max_num_seqs=8, num_kv_blocks=NUM_BLOCKS, dtype="float32"))
     runner.load(file, lambda done, total: None)
     return runner
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from kernels.quantised import QuantisedMatrix
 from model_runner.device import make_device
 from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
@@ -55,7 +56,7 @@ def save_tiny(directory: Path, architecture: str, max_shard_size: str = "1GB", *
 def make_runner(path: Path, config: EngineConfig, workers: Workers | None = None) -> ModelRunner:
     """Not loaded yet; of workers that have met, the part of one."""
     spec = full_spec(path, read_model_spec(path))
-    policy = make_device(config, spec) if workers is None else make_device(config, spec, workers.place)
+    policy = make_device(config, spec, path) if workers is None else make_device(config, spec, path, workers.place)
     if workers is not None:
         policy = replace(policy, workers=workers)
     return ModelRunner(config, spec, (), policy)
@@ -67,10 +68,19 @@ def tensors(runner: ModelRunner) -> dict[str, torch.Tensor]:
 
 
 def load_tiny(path: Path, **options: Any) -> ModelRunner:
-    config = build(EngineConfig, **{"max_num_seqs": 8, "num_kv_blocks": 64, **options})
+    config = build(EngineConfig, **{"max_num_seqs": 8, "num_kv_blocks": 64, "dtype": "float32", **options})
     runner = make_runner(path, config)
     runner.load(path, lambda done, total: None)
     return runner
+
+
+def kept_weights(runner: ModelRunner) -> dict[str, torch.Tensor]:
+    """In floats, the tensors that the model keeps as integers. Only before it has run."""
+    return {
+        name: torch.cat([torch.cat(list(kept.weights.chunks())) for kept in target.kept])
+        for name, target in runner.model.weights().items()
+        if target.kept and all(isinstance(kept.weights, QuantisedMatrix) for kept in target.kept)
+    }
 
 
 def chunk_logits(runner: ModelRunner, token_ids: list[int], ends: list[int], block_size: int = 16) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""Matrix: the weights of products y = x W^T, as floats or as the integers that the checkpoint has."""
+
+from __future__ import annotations
+
+from itertools import accumulate, groupby
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from kernels.quantised import TILE, QuantisedMatrix
+from model_runner.kept import Kept
+from model_runner.target import Target
+
+if TYPE_CHECKING:
+    from model_runner.device import DevicePolicy
+    from model_runner.shard import Shard
+
+
+class Matrix:
+    """W [sum of row counts, columns]: the rows of several tensors of the checkpoint, one above the other.
+
+    On a policy that keeps integers, W is a list of parts of one kind each; else it is one tensor of the policy's type.
+    """
+
+    def __init__(self, row_counts: list[int], columns: int, policy: DevicePolicy) -> None:
+        self._ops = policy.ops
+        self._ends = list(accumulate(row_counts))
+        self._kept = [Kept(count, columns) for count in row_counts] if policy.keeps_integers else []
+        self._parts: list[tuple[slice, QuantisedMatrix | torch.Tensor]] = []
+        """Rows and weights of what was kept, once it is used."""
+        self.floats = torch.empty(0)
+        if not self._kept:
+            self.floats = torch.empty(self._ends[-1], columns, dtype=policy.dtype, device=policy.device)
+
+    def target(self, first: int, outs: tuple[Shard, ...], ins: Shard) -> Target:
+        """For a tensor of the checkpoint that holds `outs` from row `first` of ours on."""
+        rows = slice(first, first + sum(out.size for out in outs))
+        axes = outs, (ins,)
+        if not self._kept:
+            return Target(self.floats[rows], axes)
+        starts = [end - part.shape[0] for part, end in zip(self._kept, self._ends, strict=True)]
+        kept = [part for part, start in zip(self._kept, starts, strict=True) if rows.start <= start < rows.stop]
+        return Target(torch.empty(rows.stop - rows.start, ins.size, device="meta"), axes, tuple(kept))
+
+    def times(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, columns] to [T, rows]."""
+        if not self._kept:
+            return F.linear(x, self.floats, bias)
+        out = x.new_empty(len(x), self._ends[-1])
+        for rows, part in self._used():
+            if isinstance(part, QuantisedMatrix):
+                self._ops.quantised_linear(x, part, out[:, rows])
+            else:
+                torch.mm(x, part.T, out=out[:, rows])
+        return out if bias is None else out.add_(bias)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Some rows of a matrix that is one tensor's: indices [n] to [n, columns]."""
+        if not self._kept:
+            return F.embedding(indices, self.floats)
+        ((_, part),) = self._used()
+        return part.rows(indices) if isinstance(part, QuantisedMatrix) else F.embedding(indices, part)
+
+    def _used(self) -> list[tuple[slice, QuantisedMatrix | torch.Tensor]]:
+        """What was kept: neighbours of one kind together, so that there are few products, and each in one place."""
+        if not self._parts:
+            first = 0
+            for _, group in groupby(self._kept, _kind):
+                kept = list(group)
+                rows = slice(first, first := first + sum(part.shape[0] for part in kept))
+                self._parts.append((rows, _joined([part.weights for part in kept])))
+            for part in self._kept:
+                part.weights = None
+        return self._parts
+
+
+def _kind(part: Kept) -> object:
+    """Equal for neighbours that may become one."""
+    if not isinstance(part.weights, QuantisedMatrix):
+        return None
+    return part.weights.format if part.shape[0] % TILE == 0 else part
+
+
+def _joined(weights: list[QuantisedMatrix | torch.Tensor | None]) -> QuantisedMatrix | torch.Tensor:
+    if len(weights) == 1 and weights[0] is not None:
+        return weights[0]
+    quantised = [part for part in weights if isinstance(part, QuantisedMatrix)]
+    if quantised:
+        return QuantisedMatrix.joined(quantised)
+    return torch.cat([part for part in weights if isinstance(part, torch.Tensor)])

@@ -1,0 +1,82 @@
+"""Models that compute with the integers of their file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from model_runner.parallel import Workers
+from protos.architectures import ARCHITECTURES
+from protos.config import EngineConfig, build
+from protos.place import Place
+from tests.model_runner.gguf_files import write_gguf
+from tests.model_runner.test_tiny_greedy import FAMILIES, IN_GGUF
+from tests.model_runner.tiny import chunk_logits, kept_weights, load_tiny, make_runner, save_tiny, tensors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TOKENS = [(7 * i * i + 3) % 199 for i in range(100)]
+ENDS = [1, 7, 40, 41, 99]
+UNTIED = {"tie_word_embeddings": False, "use_sliding_window": False}
+
+
+def write(tmp_path: Path, architecture: str, kind: str) -> Path:
+    model = save_tiny(tmp_path, architecture, **FAMILIES[architecture] | UNTIED)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model, ARCHITECTURES[architecture].gguf_name, kind)
+    return path
+
+
+@pytest.mark.parametrize("architecture", IN_GGUF)
+def test_logits_are_those_of_the_same_weights_as_floats(architecture: str, tmp_path: Path):
+    """In the same bits however the prompt is cut, as no product depends on the rows beside it; but for experts, which
+    are floats."""
+    path = write(tmp_path, architecture, "Q4_1" if architecture == "LlamaForCausalLM" else "Q8_0")
+    runner = load_tiny(path, dtype="auto")
+    assert len(kept_weights(runner)) >= 8
+    ours, exact = chunk_logits(runner, TOKENS, ENDS), chunk_logits(load_tiny(path), TOKENS, ENDS)
+    assert (ours - exact).abs().max() < 3e-3 * exact.abs().max()
+    if "Moe" not in architecture and "Mixtral" not in architecture:
+        assert torch.equal(chunk_logits(load_tiny(path, dtype="auto"), TOKENS, [99])[0], ours[-1])
+
+
+def test_only_what_the_device_computes_fastest_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = write(tmp_path, "LlamaForCausalLM", "Q8_0")
+    assert kept_weights(load_tiny(path, dtype="auto"))
+    assert not kept_weights(load_tiny(path, dtype="float32"))
+    assert not kept_weights(load_tiny(path, dtype="bfloat16"))
+    assert not kept_weights(load_tiny(path, dtype="auto", load_format="dummy"))
+    assert not kept_weights(load_tiny(tmp_path, dtype="auto"))
+    monkeypatch.setattr("kernels.cpu.load_library", lambda variant: None)
+    assert not kept_weights(load_tiny(path, dtype="auto"))
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "F32"])
+def test_a_file_of_floats_is_read_as_floats(kind: str, tmp_path: Path):
+    path = write(tmp_path, "LlamaForCausalLM", kind)
+    runner = load_tiny(path, dtype="auto")
+    assert not kept_weights(runner)
+    torch.testing.assert_close(
+        chunk_logits(runner, TOKENS, ENDS), chunk_logits(load_tiny(path), TOKENS, ENDS), atol=2e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Phi3ForCausalLM", "GPT2LMHeadModel"])
+def test_workers_keep_their_parts(architecture: str, tmp_path: Path):
+    """What is cut between groups; what is cut inside one, or inside a tile of rows, is turned into floats."""
+    path = write(tmp_path, architecture, "Q8_0")
+    config = build(EngineConfig, num_kv_blocks=8, max_num_seqs=2, num_threads=1)
+    whole = tensors(load_tiny(path))
+    for rank in range(2):
+        runner = make_runner(path, config, Workers(Place(rank=rank, tensor_size=2)))
+        runner.load(path, lambda done, total: None)
+        kept = kept_weights(runner)
+        assert any("mlp" in name for name in kept)
+        for name, target in runner.model.weights().items():
+            pieces = target.kept_pieces() if target.kept else target.pieces()
+            theirs = torch.cat([whole[name][place] for place, _ in pieces])
+            ours = kept[name] if name in kept else torch.cat([view for _, view in target.pieces()])
+            torch.testing.assert_close(ours[: len(theirs)], theirs, atol=0, rtol=0)
