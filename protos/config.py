@@ -42,7 +42,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     dtype: Annotated[
-        DType, Meta(description="weights and KV cache; auto is float32 on a CPU, the checkpoint's own on a GPU")
+        DType,
+        Meta(
+            description="weights and KV cache; auto is float32 on a CPU, where integers of GGUF files stay as they "
+            "are, and the checkpoint's own on a GPU"
+        ),
     ] = "auto"
     load_format: Annotated[
         LoadFormat,

@@ -123,7 +123,7 @@ def test_core_that_hangs_is_replaced_and_its_streams_go_on():
             return undisturbed, disturbed, llm.cores.num_restarts
 
     undisturbed, disturbed, num_restarts = run(main)
-    assert num_restarts == 1
+    assert num_restarts >= 1
     assert disturbed == undisturbed
 
 
