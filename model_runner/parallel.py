@@ -15,9 +15,6 @@ from protos.place import ONLY
 if TYPE_CHECKING:
     from protos.place import Place
 
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""What carries tensors between workers, by the kind of device they are on."""
-
 
 class Workers:
     """One worker that has the whole model to itself: it tells nobody anything, and that costs nothing."""
@@ -29,7 +26,7 @@ class Workers:
         """Waits until all are there; comes before what follows. Raises StartupError."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the workers of the stage, the same bits on each; the tensor is overwritten with it."""
+        """The sum over the workers of the stage, the same bits on each; the tensor may be overwritten."""
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -55,6 +52,8 @@ class Workers:
 class ConnectedWorkers(Workers):
     """Several, over torch.distributed. Each calls the same methods in the same order."""
 
+    _backend = "nccl"
+
     def __init__(self, place: Place, device: torch.device) -> None:
         super().__init__(place)
         self._device = device
@@ -71,9 +70,7 @@ class ConnectedWorkers(Workers):
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         try:
-            dist.init_process_group(
-                _BACKENDS[self._device.type], init_method=place.rendezvous, rank=place.rank, world_size=size
-            )
+            dist.init_process_group(self._backend, init_method=place.rendezvous, rank=place.rank, world_size=size)
             # Every worker makes the groups of every stage: torch.distributed wants it so.
             stages = range(0, size, place.tensor_size)
             groups = [dist.new_group(list(range(first, first + place.tensor_size))) for first in stages]
@@ -113,8 +110,48 @@ class ConnectedWorkers(Workers):
             torch.distributed.destroy_process_group()
 
 
+class HostWorkers(ConnectedWorkers):
+    """On CPUs, over gloo, of which only sending and receiving is used: they run in the calling thread.
+
+    Its collectives wake a thread of their own for every round, which takes longer than what a step has to add up; and
+    they add in an order that depends on where in the tensor a number lies. Here each sends to each, and adds in the
+    order of ranks: so a token's numbers do not depend on its batch-mates.
+    """
+
+    _backend = "gloo"
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.place.tensor_size == 1:
+            return tensor
+        first, second, *others = self._exchange(tensor)
+        total = first + second
+        for other in others:
+            total += other
+        return total
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self.place.tensor_size == 1 else torch.cat(self._exchange(tensor), -1)
+
+    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Each worker's tensor, by tensor rank."""
+        tensor, own = tensor.contiguous(), self.place.tensor_rank
+        parts = [tensor if rank == own else torch.empty_like(tensor) for rank in range(self.place.tensor_size)]
+        first = self.place.rank - own
+        peers = [(first + rank, part) for rank, part in enumerate(parts) if rank != own]
+        group = self._tensor_group
+        works = [torch.distributed.isend(tensor, peer, group) for peer, _ in peers]
+        works += [torch.distributed.irecv(part, peer, group) for peer, part in peers]
+        for work in works:
+            work.wait()
+        return parts
+
+
+_KINDS: dict[str, type[ConnectedWorkers]] = {"cpu": HostWorkers, "cuda": ConnectedWorkers}
+"""By the kind of device they are on."""
+
+
 def make_workers(place: Place, device: torch.device) -> Workers:
     """Those of a place, not met yet."""
     if place.tensor_size * place.pipeline_size == 1:
         return Workers(place)
-    return ConnectedWorkers(place, device)
+    return _KINDS[device.type](place, device)

@@ -117,6 +117,20 @@ def test_four_workers_with_two_kv_heads_draw_the_tokens_of_one(
     assert_drawn_alike(four, tmp_path, model)
 
 
+def sums(workers: Workers, tensor: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Over the workers, of what each makes of a tensor: of all rows, and of each by itself."""
+    ours = tensor * 1.1 ** (7 * workers.place.tensor_rank)
+    return workers.all_reduce(ours.clone()), [workers.all_reduce(row.clone()) for row in ours]
+
+
+def test_a_sum_does_not_depend_on_batch_mates(four: Ranks):
+    tensor = torch.randn(9, 100)
+    answers = four.run(sums, tensor)
+    for together, alone in answers:
+        assert torch.equal(together, torch.stack(alone))
+        assert torch.equal(together, answers[0][0])
+
+
 def gguf_logits(workers: Workers | None, path: Path) -> torch.Tensor:
     return chunk_logits(load(path, workers), TOKENS, ENDS)
 
