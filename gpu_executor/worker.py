@@ -15,6 +15,7 @@ from model_runner.device import make_device
 from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
 from model_runner.shard import check_sizes
+from model_runner.stage import check_stages
 from model_runner.weights import check_weights
 from protos.errors import StartupError
 from protos.model_files import read_model_spec, resolve_model
@@ -46,6 +47,7 @@ class Worker:
         try:
             spec = full_spec(path, read_model_spec(path))
             check_sizes(spec, self._place)
+            check_stages(spec, self._place)
             policy = make_device(self._config, spec, path, self._place)
             check_weights(path, spec, self._config.model.load_format, policy)
             policy.workers.meet()

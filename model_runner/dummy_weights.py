@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ SEED = 0
 class DummyCheckpoint:
     """What a model with this table needs. The same weights each time: a core that dies is replaced by one like it.
 
-    And whatever the number of workers: each makes all weights, and keeps its part.
+    And whatever the number of workers: each makes all weights of its layers, and keeps its part.
     """
 
     def __init__(self, path: Path, table: dict[str, Target]) -> None:
@@ -44,7 +45,8 @@ class DummyCheckpoint:
             ours = target.tensor
             # Random numbers come in the order of memory, not of a view.
             whole = ours if ours.shape == tensor.shape and ours.is_contiguous() else ours.new_empty(tensor.shape)
-            generator = generator or torch.Generator(ours.device).manual_seed(SEED)
+            generator = generator or torch.Generator(ours.device)
+            generator.manual_seed(SEED ^ zlib.crc32(tensor.name.encode()))
             if whole.ndim > 1:
                 whole.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
             else:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    KVCaches = dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Keys and values of each layer of the stage."""
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -28,5 +31,6 @@ class ForwardBatch:
     output_tokens: torch.Tensor
     """[S + P] int64: the tokens whose hidden states are wanted. First those whose next one is drawn, then those
     that predict a prompt token whose log-probability is asked for."""
-    kv_caches: list[tuple[torch.Tensor, torch.Tensor]]
-    """Keys and values of each layer."""
+    kv_caches: KVCaches
+    hidden: torch.Tensor | None = None
+    """[T, hidden size] What the stage before has computed; None in the first, which begins with input_ids."""

@@ -16,9 +16,8 @@ from model_runner.forward_batch import ForwardBatch
 from model_runner.prompt_spans import PromptSpans, prompt_spans
 
 if TYPE_CHECKING:
-    import torch
-
     from model_runner.device import DevicePolicy
+    from model_runner.forward_batch import KVCaches
     from protos.step import NewRow, SchedulerOutput
 
 Int32s = npt.NDArray[np.int32]
@@ -106,7 +105,7 @@ class InputBatch:
     def forward_batch(
         self,
         step: SchedulerOutput,
-        kv_caches: list[tuple[torch.Tensor, torch.Tensor]],
+        kv_caches: KVCaches,
         spans: PromptSpans | None = None,
     ) -> ForwardBatch:
         """The tensors of the step. They own their memory: later steps may change the columns."""

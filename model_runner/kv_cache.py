@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from model_runner.shard import kv_heads
+from model_runner.stage import stage_layers
 from protos.config import MIB
 from protos.errors import StartupError
 
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
+    from model_runner.forward_batch import KVCaches
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
 
@@ -42,7 +44,8 @@ def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy) -> Ca
     if wanted > limit and not spec.stretches:
         raise StartupError(f"--max-model-len {wanted} is over the model's limit; set it to {limit} or less")
     key_shape, value_shape = _shapes(1, spec, policy, block_size)
-    block_bytes = spec.num_layers * policy.dtype.itemsize * (math.prod(key_shape) + math.prod(value_shape))
+    num_layers = len(stage_layers(spec.num_layers, policy.workers.place))
+    block_bytes = num_layers * policy.dtype.itemsize * (math.prod(key_shape) + math.prod(value_shape))
     num_blocks = config.cache.num_kv_blocks or policy.workers.least(_budget(config, policy) // block_bytes)
     capacity = max(0, num_blocks - 1) * block_size
     if capacity < max(wanted, 1):
@@ -65,18 +68,17 @@ def _too_small(config: EngineConfig, capacity: int, wanted: int, block_bytes: in
     return f"the KV cache can hold {capacity} tokens, but a sequence needs {wanted}: {fix}"
 
 
-def allocate_cache(
-    size: CacheSize, spec: ModelSpec, policy: DevicePolicy, block_size: int
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of each layer. Not filled: on a CPU, memory that no sequence reaches is never resident."""
+def allocate_cache(size: CacheSize, spec: ModelSpec, policy: DevicePolicy, block_size: int) -> KVCaches:
+    """Keys and values of each layer of the stage. Not filled: on a CPU, memory that no sequence reaches is never
+    resident."""
     key_shape, value_shape = _shapes(size.num_blocks, spec, policy, block_size)
-    return [
-        (
+    return {
+        layer: (
             torch.empty(key_shape, dtype=policy.dtype, device=policy.device),
             torch.empty(value_shape, dtype=policy.dtype, device=policy.device),
         )
-        for _ in range(spec.num_layers)
-    ]
+        for layer in stage_layers(spec.num_layers, policy.workers.place)
+    }
 
 
 def _shapes(

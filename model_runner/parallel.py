@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +35,8 @@ class Workers:
         return tensor
 
     def send(self, tensor: torch.Tensor) -> None:
-        """To the worker of the next stage that has this one's tensor rank."""
+        """To the worker of the next stage that has this one's tensor rank. Does not wait until it takes it: the tensor
+        must not change before as many more have been sent as there are stages."""
         raise AssertionError("there is one stage")
 
     def receive(self, tensor: torch.Tensor) -> None:
@@ -58,6 +60,8 @@ class ConnectedWorkers(Workers):
         super().__init__(place)
         self._device = device
         self._tensor_group: torch.distributed.ProcessGroup | None = None
+        self._sent: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()
+        """What may not have been taken yet."""
 
     def meet(self) -> None:
         import torch.distributed as dist
@@ -94,7 +98,13 @@ class ConnectedWorkers(Workers):
         return torch.cat(parts, -1)
 
     def send(self, tensor: torch.Tensor) -> None:
-        torch.distributed.send(tensor.contiguous(), self.place.rank + self.place.tensor_size)
+        tensor = tensor.contiguous()
+        to = self.place.rank + self.place.tensor_size
+        self._sent.append((torch.distributed.isend(tensor, to), tensor))
+        # The step of the oldest is most likely back.
+        if len(self._sent) > self.place.pipeline_size:
+            work, _ = self._sent.popleft()
+            work.wait()
 
     def receive(self, tensor: torch.Tensor) -> None:
         torch.distributed.recv(tensor, self.place.rank - self.place.tensor_size)

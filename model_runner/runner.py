@@ -12,8 +12,9 @@ from model_runner.kv_cache import allocate_cache, fit_cache
 from model_runner.logprobs import chunk_scratch, join, split, token_logprobs
 from model_runner.models import make_model
 from model_runner.sampler import Sampler
-from model_runner.weights import load_weights
-from protos.step import ModelRunnerOutput, PromptLogprobs, WorkerInfo
+from model_runner.stage import StageLink
+from model_runner.weights import load_weights, whole_table
+from protos.step import EMPTY, ModelRunnerOutput, PromptLogprobs, WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +38,7 @@ class ModelRunner:
     ) -> None:
         """Decides what fits and allocates the model, unfilled. Raises StartupError where it does not fit."""
         self._config, self._spec, self._policy = config, spec, policy
+        self._place = policy.workers.place
         self._size = fit_cache(config, spec, self._policy)
         self.model = make_model(spec, self._size.max_model_len, self._policy)
         self._batch = InputBatch(
@@ -46,6 +48,7 @@ class ModelRunner:
             tuple(token_id for token_id in eos_token_ids if token_id < spec.vocab_size),
             self._policy,
         )
+        self._link = StageLink(spec, self._policy)
         self._sampler = Sampler(self._policy)
         self._kv_caches = allocate_cache(self._size, spec, self._policy, config.cache.block_size)
         self._step: SchedulerOutput | None = None
@@ -55,7 +58,10 @@ class ModelRunner:
     def load(self, path: Path, report: Callable[[int, int], None]) -> WorkerInfo:
         """Fills the model's weights. Raises StartupError naming the file and the tensor at fault."""
         table = self.model.weights()
-        load_weights(path, self._spec, self._config.model.load_format, table, report)
+        elsewhere: set[str] = set()
+        if self._place.pipeline_size > 1:
+            elsewhere = whole_table(self._spec, self._policy).keys() - table.keys()
+        load_weights(path, self._spec, self._config.model.load_format, table, report, elsewhere)
         return WorkerInfo(
             num_blocks=self._size.num_blocks,
             max_model_len=self._size.max_model_len,
@@ -64,22 +70,34 @@ class ModelRunner:
             device=self._policy.device.type,
             weight_bytes=sum(target.nbytes for target in table.values()),
             kv_cache_bytes=self._size.num_bytes,
-            max_steps_in_flight=self._config.scheduler.max_steps_in_flight or self._policy.max_steps_in_flight,
+            max_steps_in_flight=self._config.scheduler.max_steps_in_flight
+            or max(self._policy.max_steps_in_flight, self._place.pipeline_size),
+            num_stages=self._place.pipeline_size,
         )
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
-        """Applies the step's changes and runs the forward pass; `sample` then draws its tokens."""
+        """Applies the step's changes and runs the forward pass of the stage; `sample` then draws its tokens."""
         self._step = step
-        self._batch.apply(step)
-        self._spans = self._batch.prompt_spans(step)
-        self._hidden = self.model.forward(self._batch.forward_batch(step, self._kv_caches, self._spans))
+        before, behind = self._link.receive(step), None
+        try:
+            self._batch.apply(step)
+            self._link.check(before)
+            self._spans = self._batch.prompt_spans(step)
+            batch = self._batch.forward_batch(step, self._kv_caches, self._spans)
+            batch.hidden = before
+            behind = self._hidden = self.model.forward(batch)
+        finally:
+            self._link.send(behind, step)
 
     @torch.inference_mode()
     def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
-        """Draws a token for each row of the step last executed that is due one, among those the mask allows."""
+        """Draws a token for each row of the step last executed that is due one, among those the mask allows; in a stage
+        before the last, nothing."""
         step = self._step
         assert step is not None, "sample without execute"
+        if not self._place.is_last_stage:
+            return ModelRunnerOutput(step.step_id, EMPTY)
         rows, positions = step.rows[step.samples], (step.starts + step.counts)[step.samples]
         of_prompts = [] if self._spans is None else self._prompt_logprobs(self._hidden[len(rows) :], self._spans)
         if not len(rows):

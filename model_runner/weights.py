@@ -11,11 +11,12 @@ import torch
 
 from model_runner.checkpoint import bare_name, unstacked
 from model_runner.models import make_model
+from model_runner.parallel import Workers
 from protos.architectures import ARCHITECTURES
 from protos.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Set
     from pathlib import Path
 
     from model_runner.checkpoint import Checkpoint, CheckpointTensor
@@ -34,16 +35,17 @@ def load_weights(
     load_format: LoadFormat,
     table: dict[str, Target],
     report: Callable[[int, int], None],
+    elsewhere: Set[str] = frozenset(),
 ) -> None:
     """Fills every target of the table from the checkpoint at `path`, converting to its type.
 
     Nothing is read before all names and shapes are known to fit, and then only what this worker holds. Beside the
     model, memory holds one tensor (GGUF) or the mapped part of a shard. `report(done, total)` counts the bytes read.
-    Raises StartupError naming the file and the tensor at fault.
+    `elsewhere` are the names of what other stages hold. Raises StartupError naming the file and the tensor at fault.
     """
     table = _as_stored(path, spec, table)
     checkpoint = _open(path, spec, load_format, table)
-    wanted = _check(path, checkpoint.tensors(), table, spec)
+    wanted = _check(path, checkpoint.tensors(), table, spec, elsewhere)
     done, total = 0, sum(table[tensor.name].share(tensor.nbytes) for tensor in wanted)
     report(done, total)
     with _one_thread():
@@ -55,11 +57,16 @@ def load_weights(
 def check_weights(path: Path, spec: ModelSpec, load_format: LoadFormat, policy: DevicePolicy) -> None:
     """Raises StartupError where the files do not hold what the spec needs: before memory is taken for any of it."""
     try:
-        shapes = make_model(spec, 1, dataclasses.replace(policy, device=torch.device("meta"))).weights()
+        shapes = whole_table(spec, policy)
     except ValueError as error:
         raise StartupError(f"{path}: {error}") from None
     shapes = _as_stored(path, spec, shapes)
     _check(path, _open(path, spec, load_format, shapes).tensors(), shapes, spec)
+
+
+def whole_table(spec: ModelSpec, policy: DevicePolicy) -> dict[str, Target]:
+    """That of a model whose stages are all here, without memory behind it."""
+    return make_model(spec, 1, dataclasses.replace(policy, device=torch.device("meta"), workers=Workers())).weights()
 
 
 @contextmanager
@@ -98,21 +105,28 @@ def _as_stored(path: Path, spec: ModelSpec, table: dict[str, Target]) -> dict[st
 
 
 def _check(
-    path: Path, tensors: list[CheckpointTensor], table: dict[str, Target], spec: ModelSpec
+    path: Path,
+    tensors: list[CheckpointTensor],
+    table: dict[str, Target],
+    spec: ModelSpec,
+    elsewhere: Set[str] = frozenset(),
 ) -> list[CheckpointTensor]:
     """The tensors to read: each entry of the table once, in the order of the files.
 
     Raises StartupError naming the file and the tensor that is missing, unexpected or of another shape.
     """
     wanted = []
-    names = {bare_name(name): name for name in table}
+    known = table.keys() | elsewhere
+    names = {bare_name(name): name for name in known}
 
     def table_name(tensor: CheckpointTensor) -> str:
-        return tensor.name if tensor.name in table else names.get(bare_name(tensor.name), tensor.name)
+        return tensor.name if tensor.name in known else names.get(bare_name(tensor.name), tensor.name)
 
-    whole = ([tensor] if table_name(tensor) in table else unstacked(tensor) for tensor in tensors)
+    whole = ([tensor] if table_name(tensor) in known else unstacked(tensor) for tensor in tensors)
     for tensor in chain.from_iterable(whole):
         name = table_name(tensor)
+        if name in elsewhere:
+            continue
         target = table.get(name)
         if target is None:
             if tensor.name.endswith(_COMPUTED) or spec.ignores(tensor.name) or spec.ignores(bare_name(tensor.name)):

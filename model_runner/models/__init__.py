@@ -27,11 +27,12 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [S, hidden] of the tokens whose next one is drawn; writes the KV cache of all."""
+        """Hidden states [S, hidden] of the tokens whose next one is drawn; before the last stage, [T, hidden] of all.
+        Writes the KV cache of all; may overwrite what the batch has from the stage before."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[S, vocabulary] in float32."""
+        """[S, vocabulary] in float32; of the last stage."""
         ...
 
 

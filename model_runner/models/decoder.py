@@ -14,6 +14,7 @@ from model_runner.layers.moe import MoE
 from model_runner.layers.norm import NoNorm, RMSNorm
 from model_runner.layers.rotary import Rotary
 from model_runner.layers.vocabulary import Vocabulary
+from model_runner.stage import stage_layers
 
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
@@ -68,10 +69,14 @@ class DecoderLayer:
 
 class Decoder:
     def __init__(self, spec: ModelSpec, max_model_len: int, policy: DevicePolicy) -> None:
-        self._tied = spec.tie_word_embeddings
-        self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, policy)
-        self.layers = [DecoderLayer(spec, layer, policy) for layer in range(spec.num_layers)]
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, policy)
+        place, self._tied = policy.workers.place, spec.tie_word_embeddings
+        self.embedding = self.head = self.norm = None
+        if place.is_first_stage or (place.is_last_stage and self._tied):
+            self.embedding = Vocabulary(spec.vocab_size, spec.hidden_size, policy)
+        self.layers = [DecoderLayer(spec, layer, policy) for layer in stage_layers(spec.num_layers, place)]
+        if place.is_last_stage:
+            self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, policy)
+            self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, spec.hidden_size, policy)
         self.rotary = Rotary(spec, max_model_len, policy.device)
         self.local_rotary = self.rotary
         if spec.local_rope is not None:
@@ -79,29 +84,37 @@ class Decoder:
             self.local_rotary = Rotary(local, max_model_len, policy.device)
         self._logits_softcap, self._ops = spec.logits_softcap, policy.ops
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=policy.dtype).item()
-        self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, spec.hidden_size, policy)
 
     def weights(self) -> dict[str, Target]:
-        table = self.embedding.slices("model.embed_tokens")
-        table |= {f"model.norm.{name}": target for name, target in self.norm.weights().items()}
+        table = {} if self.embedding is None else self.embedding.slices("model.embed_tokens")
+        if self.norm is not None:
+            table |= {f"model.norm.{name}": target for name, target in self.norm.weights().items()}
         for layer in self.layers:
             table |= layer.weights()
-        return table if self._tied else table | self.head.slices("lm_head")
+        return table if self._tied or self.head is None else table | self.head.slices("lm_head")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        residual = self.embedding.embed(batch.input_ids)
-        if self._embedding_scale != 1.0:
-            residual *= self._embedding_scale
+        residual = self._embed(batch.input_ids) if batch.hidden is None else batch.hidden
         angles = self.rotary(batch.positions)
         local_angles = angles if self.local_rotary is self.rotary else self.local_rotary(batch.positions)
         x = None
         for layer in self.layers:
             x = layer(x, residual, batch, local_angles if layer.is_local else angles)
         assert x is not None
+        if self.norm is None:
+            return residual.add_(x)
         # The last norm and the head see only the tokens that need them: of a long prompt, one.
         return self.norm(x[batch.output_tokens], residual[batch.output_tokens])
 
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        assert self.embedding is not None
+        embedded = self.embedding.embed(input_ids)
+        if self._embedding_scale != 1.0:
+            embedded *= self._embedding_scale
+        return embedded
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
         logits = self.head.logits(hidden)
         if self._logits_softcap:
             self._ops.softcap(logits, self._logits_softcap)

@@ -13,6 +13,7 @@ from model_runner.layers.mlp import MLP
 from model_runner.layers.norm import LayerNorm, NoNorm
 from model_runner.layers.vocabulary import Vocabulary
 from model_runner.shard import all_of
+from model_runner.stage import stage_layers
 from model_runner.target import Target
 
 if TYPE_CHECKING:
@@ -56,39 +57,54 @@ class GPTLayer:
 
 class GPT:
     def __init__(self, spec: ModelSpec, policy: DevicePolicy) -> None:
+        place, self._tied = policy.workers.place, spec.tie_word_embeddings
         size = spec.embedding_size or spec.hidden_size
-        self._tied = spec.tie_word_embeddings
-        self.embedding = Vocabulary(spec.vocab_size, size, policy)
-        rows = spec.position_offset + spec.max_position_embeddings
-        self.positions = torch.empty(rows, spec.hidden_size, dtype=policy.dtype, device=policy.device)
-        self._position_offset = spec.position_offset
-        self.layers = [GPTLayer(spec, layer, policy) for layer in range(spec.num_layers)]
-        # The sums of the last layer are normed already, where sums are what is normed.
-        self.norm = NoNorm() if spec.norm_place == "sum" else LayerNorm(spec.hidden_size, spec.norm_eps, policy)
         outer, inner = all_of(size), all_of(spec.hidden_size)
-        self.project_in = Linear(outer, [inner], False, policy) if outer != inner else None
-        self.project_out = Linear(inner, [outer], False, policy) if outer != inner else None
-        self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, size, policy)
+        self.embedding = self.positions = self.project_in = None
+        self.norm = self.project_out = self.head = None
+        if place.is_first_stage or (place.is_last_stage and self._tied):
+            self.embedding = Vocabulary(spec.vocab_size, size, policy)
+        if place.is_first_stage:
+            rows = spec.position_offset + spec.max_position_embeddings
+            self.positions = torch.empty(rows, spec.hidden_size, dtype=policy.dtype, device=policy.device)
+            self.project_in = Linear(outer, [inner], False, policy) if outer != inner else None
+        self._position_offset = spec.position_offset
+        self.layers = [GPTLayer(spec, layer, policy) for layer in stage_layers(spec.num_layers, place)]
+        if place.is_last_stage:
+            # The sums of the last layer are normed already, where sums are what is normed.
+            self.norm = NoNorm() if spec.norm_place == "sum" else LayerNorm(spec.hidden_size, spec.norm_eps, policy)
+            self.project_out = Linear(inner, [outer], False, policy) if outer != inner else None
+            self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, size, policy)
 
     def weights(self) -> dict[str, Target]:
-        table = self.embedding.slices("model.embed_tokens")
-        table |= {"model.embed_positions.weight": Target.whole(self.positions)}
-        table |= {f"model.norm.{name}": target for name, target in self.norm.weights().items()}
+        table = {} if self.embedding is None else self.embedding.slices("model.embed_tokens")
+        if self.positions is not None:
+            table |= {"model.embed_positions.weight": Target.whole(self.positions)}
+        if self.norm is not None:
+            table |= {f"model.norm.{name}": target for name, target in self.norm.weights().items()}
         for layer in self.layers:
             table |= layer.weights()
         for name, linear in (("model.project_in", self.project_in), ("model.project_out", self.project_out)):
             table |= {} if linear is None else linear.slices([name])
-        return table if self._tied else table | self.head.slices("lm_head")
+        return table if self._tied or self.head is None else table | self.head.slices("lm_head")
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        x = self.embedding.embed(batch.input_ids)
-        if self.project_in is not None:
-            x = self.project_in(x)
-        x += F.embedding(batch.positions + self._position_offset, self.positions)
+        x = self._embed(batch) if batch.hidden is None else batch.hidden
         for layer in self.layers:
             x = layer(x, batch)
+        if self.norm is None:
+            return x
         x = self.norm(x[batch.output_tokens])
         return x if self.project_out is None else self.project_out(x)
 
+    def _embed(self, batch: ForwardBatch) -> torch.Tensor:
+        assert self.embedding is not None
+        assert self.positions is not None
+        embedded = self.embedding.embed(batch.input_ids)
+        if self.project_in is not None:
+            embedded = self.project_in(embedded)
+        return embedded.add_(F.embedding(batch.positions + self._position_offset, self.positions))
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
         return self.head.logits(hidden)

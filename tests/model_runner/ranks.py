@@ -30,7 +30,7 @@ class Ranks:
     def __init__(self, directory: Path, tensor_size: int, pipeline_size: int = 1) -> None:
         size = tensor_size * pipeline_size
         directory.mkdir(exist_ok=True)
-        self._pipes: list[Connection] = []
+        self.pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
             place = Place(
@@ -45,19 +45,23 @@ class Ranks:
             process = _CONTEXT.Process(target=_serve, args=(place, theirs), daemon=True)
             process.start()
             theirs.close()
-            self._pipes.append(ours)
+            self.pipes.append(ours)
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send((function, args))
-        answers = [pipe.recv() for pipe in self._pipes]
+        return self.answers()
+
+    def answers(self) -> list[Any]:
+        """To the oldest call that is not answered yet."""
+        answers = [pipe.recv() for pipe in self.pipes]
         for rank, (failed, answer) in enumerate(answers):
             assert not failed, f"rank {rank}:\n{answer}"
         return [answer for _, answer in answers]
 
     def stop(self) -> None:
-        for pipe in self._pipes:
+        for pipe in self.pipes:
             pipe.send(None)
         for process in self._processes:
             process.join(30)

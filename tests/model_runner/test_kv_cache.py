@@ -114,7 +114,7 @@ def test_memory_is_not_touched_before_it_is_used():
 
     before = resident()
     caches = allocate_cache(size, SPEC, POLICY, 16)
-    assert sum(keys.nbytes + values.nbytes for keys, values in caches) == size.num_bytes
+    assert sum(keys.nbytes + values.nbytes for keys, values in caches.values()) == size.num_bytes
     assert resident() - before < 50 * MIB
 
 
