@@ -102,6 +102,7 @@ class WorkerGroup:
         self._way = way
         self._num_workers = config.parallel.num_workers
         self._output_rank = self._num_workers - config.parallel.tensor_parallel_size
+        self._last_stage = set(range(self._output_rank, self._num_workers))
         self._stall_seconds = stall_seconds
         self.workers: Sequence[Member] = ()
         self._by_descriptor: dict[int, Member] = {}
@@ -116,6 +117,8 @@ class WorkerGroup:
         self._outputs: dict[int, ModelRunnerOutput] = {}
         self._failures: dict[int, dict[int, str]] = {}
         """By step and worker."""
+        self._told_failed: deque[int] = deque(maxlen=64)
+        """Steps that the core knows to have failed: a worker of an earlier stage may tell of its part later."""
         self._failed_at = 0.0
         """When a step failed last on a first worker."""
 
@@ -195,9 +198,9 @@ class WorkerGroup:
             if self._death is not None:
                 raise self._death
             failures = self._failures.get(step_id, {})
-            if len(failures) == self._num_workers:
-                del self._failures[step_id]
-                raise StepFailedError(failures[self._output_rank])
+            if failures.keys() >= self._last_stage:  # so did all between it and the first stage that did
+                self._told_failed.append(step_id)
+                raise StepFailedError(self._failures.pop(step_id)[min(failures)])
             if self._failures:
                 self._stay_at_one(step_id)
             if step_id in self._outputs:
@@ -238,7 +241,7 @@ class WorkerGroup:
             match message:
                 case wire.Drawn(output):
                     self._outputs[output.step_id] = output
-                case wire.StepFailed(step_id, error):
+                case wire.StepFailed(step_id, error) if step_id not in self._told_failed:
                     failures = self._failures.setdefault(step_id, {})
                     if not failures:
                         self._failed_at = time.monotonic()

@@ -184,6 +184,25 @@ class TestSteps:
             run_step(executor, 1)
         assert len(run_step(executor, 2)) == 1
 
+    @pytest.mark.parametrize("guilty", [(1,), (0, 1)], ids=["the last stage", "both"])
+    def test_that_fails_from_some_stage_on_is_told_and_the_next_goes_on(
+        self, start: Started, guilty: tuple[int, ...]
+    ) -> None:
+        faults = {rank: {"fail": 1} for rank in guilty}
+        executor = start(faults, tensor_parallel_size=1, pipeline_parallel_size=2)
+        for step_id in range(20):
+            if step_id == 1:
+                with pytest.raises(StepFailedError, match=r"^InjectedError: step 1$"):
+                    run_step(executor, step_id)
+            else:
+                assert len(run_step(executor, step_id)) == 1
+
+    def test_that_fails_in_an_early_stage_alone_ends_all(self, start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("gpu_executor.group.FAILURE_SECONDS", 0.1)
+        executor = start({0: {"fail": 1}}, tensor_parallel_size=1, pipeline_parallel_size=2)
+        with pytest.raises(WorkersDiedError, match=r"worker 0 .* failed in step 1"):
+            run_steps(executor, 0)
+
     @pytest.mark.parametrize(("guilty", "innocent"), [(0, 1), (1, 0)])
     def test_that_fails_on_one_worker_ends_all(
         self, start: Started, monkeypatch: pytest.MonkeyPatch, guilty: int, innocent: int
