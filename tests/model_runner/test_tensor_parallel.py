@@ -49,7 +49,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def load(path: Path, workers: Workers | None, **options: Any) -> ModelRunner:
-    shape = {"max_num_seqs": NUM_ROWS, "num_kv_blocks": NUM_BLOCKS, "num_threads": 1}
+    shape = {"max_num_seqs": NUM_ROWS, "num_kv_blocks": NUM_BLOCKS, "num_threads": 1, "dtype": "float32"}
     runner = make_runner(path, build(EngineConfig, **shape | options), workers)
     runner.load(path, lambda done, total: None)
     return runner
