@@ -31,4 +31,10 @@ def make_executor(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Execu
 
             return WorkerGroup(config, LocalWorkers(config, eos_token_ids))
         case "ray":
-            raise StartupError("--executor ray is not there yet; use multiproc")
+            from gpu_executor.group import WorkerGroup
+
+            try:
+                from gpu_executor.ray_executor import RayWorkers
+            except ImportError:
+                raise StartupError("--executor ray needs Ray: pip install 'tailrace[ray]'") from None
+            return WorkerGroup(config, RayWorkers(config, eos_token_ids))

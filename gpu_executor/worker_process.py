@@ -9,25 +9,21 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpu_executor import wire
-from protos import codec
+from gpu_executor.channel import Channel
 from protos.child_process import child_environment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-RECEIVE_BYTES = 1 << 16
+    from gpu_executor import wire
 
 
-class WorkerProcess:
-    """A fresh interpreter. Its socket carries what it tells, and ends when it does."""
+class WorkerProcess(Channel):
+    """A fresh interpreter, and the core's end of its socket."""
 
     def __init__(self, module: str, start: wire.Start, ring: int, wake: int, descriptors: Sequence[int]) -> None:
         """`descriptors` are others that it is to have, under the same numbers."""
-        self.rank = start.place.rank
-        self._decoder = codec.FrameDecoder(wire.from_worker)
-        self._buffer = bytearray(RECEIVE_BYTES)
-        self._socket, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, (theirs.fileno(), ring, wake))],
@@ -35,7 +31,7 @@ class WorkerProcess:
                 env=child_environment(),
                 stdin=subprocess.DEVNULL,
             )
-        self._socket.sendall(codec.frame(start, wire.encoder))
+        super().__init__(ours, start)
 
     def __str__(self) -> str:
         return f"worker {self.rank} (pid {self._process.pid})"
@@ -43,16 +39,6 @@ class WorkerProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def receive(self) -> list[wire.FromWorker] | None:
-        try:
-            size = self._socket.recv_into(self._buffer)
-        except ConnectionResetError:
-            size = 0
-        return list(self._decoder.feed(memoryview(self._buffer)[:size])) if size else None
 
     def how_it_ended(self) -> str:
         try:
@@ -78,6 +64,3 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def close(self) -> None:
-        self._socket.close()

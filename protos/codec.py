@@ -41,6 +41,11 @@ def frame(message: msgspec.Struct, encoder: msgspec.msgpack.Encoder) -> bytes:
     return bytes(buffer)
 
 
+def prefixed(body: bytes) -> bytes:
+    """The frame of a message that is encoded already."""
+    return _LENGTH.pack(len(body)) + body
+
+
 MessageT = TypeVar("MessageT")
 
 

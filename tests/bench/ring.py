@@ -11,7 +11,9 @@ moment of the machine hits both.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
+import os
 import statistics
 import sys
 import time
@@ -26,21 +28,23 @@ from protos.config import EngineConfig, build
 from protos.place import ONLY
 from protos.step import SchedulerOutput
 from tests.bench.idle_worker import IdleWorker
+from tests.gpu_executor.ray_cluster import ray_cluster
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
+    from gpu_executor.group import Way
     from protos.step import ModelRunnerOutput
 
 WARM_UP = 200
 
 
-class Ring:
-    """The executor, with idle workers."""
+class Executor:
+    """Ours, with idle workers."""
 
-    def __init__(self, num_workers: int) -> None:
-        config = build(EngineConfig, model="null", executor="multiproc", tensor_parallel_size=num_workers)
-        self._executor = WorkerGroup(config, LocalWorkers(config, (), "tests.bench.idle_worker"))
+    def __init__(self, config: EngineConfig, way: Way) -> None:
+        self._executor = WorkerGroup(config, way)
         self._executor.start(lambda done, total: None, lambda error: None)
 
     def dispatch(self, step: SchedulerOutput) -> Any:
@@ -53,6 +57,20 @@ class Ring:
 
     def close(self) -> None:
         self._executor.shutdown()
+
+
+def local(num_workers: int) -> Executor:
+    config = build(EngineConfig, model="null", tensor_parallel_size=num_workers)
+    return Executor(config, LocalWorkers(config, (), "tests.bench.idle_worker"))
+
+
+def over_ray(num_workers: int) -> Executor:
+    """In two stages, over the nodes of the cluster at RAY_ADDRESS."""
+    from gpu_executor.ray_executor import RayWorkers
+    from tests.bench.idle_actor import IdleActor
+
+    config = build(EngineConfig, model="null", tensor_parallel_size=num_workers // 2, pipeline_parallel_size=2)
+    return Executor(config, RayWorkers(config, (), IdleActor))
 
 
 class Pipes:
@@ -101,7 +119,7 @@ def decode_step(step_id: int, num_rows: int) -> SchedulerOutput:
     return SchedulerOutput(step_id, rows, rows + 100, ones, ones > 0, block_rows=few, block_ids=few + 7)
 
 
-def measure(way: Ring | Pipes, first: int, num_steps: int, num_rows: int) -> tuple[float, float]:
+def measure(way: Executor | Pipes, first: int, num_steps: int, num_rows: int) -> tuple[float, float]:
     """Medians of the dispatch and of the round trip, in microseconds."""
     dispatches, trips = [], []
     for step_id in range(first, first + num_steps):
@@ -121,13 +139,27 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=500, help="of a round")
+    parser.add_argument("--ray", action="store_true", help="also over a Ray cluster of two nodes on this machine")
     options = parser.parse_args()
+    make: dict[str, Callable[[int], Executor | Pipes]] = {"ring": local, "pipes": Pipes}
+    with contextlib.ExitStack() as stack:
+        if options.ray:
+            os.environ["RAY_ADDRESS"] = stack.enter_context(ray_cluster()).address
+            make["ray"] = over_ray
+        sys.stdout.write(format_table(*table(make, options)))
+    return 0
+
+
+def table(
+    make: dict[str, Callable[[int], Executor | Pipes]], options: argparse.Namespace
+) -> tuple[list[str], list[list[object]]]:
+    """Header and rows: of each way, dispatch and round trip."""
     lines: list[list[object]] = []
     for num_workers in options.workers:
-        ways: list[Ring | Pipes] = [Ring(num_workers), Pipes(num_workers)]
+        ways = [make_way(num_workers) for make_way in make.values()]
         first = 0
         for num_rows in options.rows:
-            found: list[list[tuple[float, float]]] = [[], []]
+            found: list[list[tuple[float, float]]] = [[] for _ in ways]
             for round_number in range(-1, options.rounds):
                 num_steps = options.steps if round_number >= 0 else WARM_UP
                 for way, results in zip(ways, found, strict=True):
@@ -137,9 +169,7 @@ def main() -> int:
             lines.append([f"{num_workers} workers, {num_rows} rows", *numbers])
         for way in ways:
             way.close()
-    header = ["µs", "ring: dispatch", "round trip", "pipes: dispatch", "round trip"]
-    sys.stdout.write(format_table(header, lines))
-    return 0
+    return ["µs", *(column for name in make for column in (f"{name}: dispatch", "round trip"))], lines
 
 
 if __name__ == "__main__":
