@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,10 +21,8 @@ from protos.place import Place
 from tests.model_runner.test_kv_cache import SPEC
 from tests.model_runner.tiny import save_tiny
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
 SPEC = msgspec.structs.replace(SPEC, intermediate_size=96)
+DIRECTORY = Path("somewhere")
 MOE = MoESpec(num_experts=4, num_experts_per_token=2, intermediate_size=20, norm_weights=True)
 
 
@@ -78,14 +78,14 @@ def test_workers_of_a_node_share_its_cores_and_memory(monkeypatch: pytest.Monkey
     place = Place(rank=1, tensor_size=3, local_rank=1, local_size=3)
     try:
         config = build(EngineConfig, device="cpu")
-        alone, shared = make_device(config, SPEC), make_device(config, SPEC, place)
+        alone, shared = make_device(config, SPEC, DIRECTORY), make_device(config, SPEC, DIRECTORY, place)
         assert torch.get_num_threads() == 2
         assert (alone.cache_limit, shared.cache_limit) == (CPU_CACHE_LIMIT, CPU_CACHE_LIMIT // 3)
         assert shared.free_memory() < alone.free_memory() / 2
         crowd = msgspec.structs.replace(place, tensor_size=9, local_size=9)
         with pytest.raises(StartupError, match=r"^this node has 8 cores for 9 workers; .*set --num-threads 1 to let"):
-            make_device(config, SPEC, crowd)
-        make_device(build(EngineConfig, device="cpu", num_threads=1), SPEC, crowd)
+            make_device(config, SPEC, DIRECTORY, crowd)
+        make_device(build(EngineConfig, device="cpu", num_threads=1), SPEC, DIRECTORY, crowd)
     finally:
         torch.set_num_threads(threads)
 
@@ -94,12 +94,12 @@ def test_a_worker_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("model_runner.device.make_ops", lambda *_: None)
+    monkeypatch.setattr("model_runner.device.make_ops", lambda *_: SimpleNamespace(keeps_integers=False))
     try:
         for rank in range(2):
             place = Place(rank=rank, tensor_size=2, local_rank=rank, local_size=2)
-            assert make_device(build(EngineConfig), SPEC, place).device == torch.device("cuda", rank)
+            assert make_device(build(EngineConfig), SPEC, DIRECTORY, place).device == torch.device("cuda", rank)
         with pytest.raises(StartupError, match=r"^this node has 2 GPUs for 4 workers; lower --tensor-parallel-size"):
-            make_device(build(EngineConfig), SPEC, Place(tensor_size=2, pipeline_size=2, local_size=4))
+            make_device(build(EngineConfig), SPEC, DIRECTORY, Place(tensor_size=2, pipeline_size=2, local_size=4))
     finally:
         torch.set_num_threads(threads)

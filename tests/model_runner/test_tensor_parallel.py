@@ -19,7 +19,7 @@ from tests.model_runner.greedy import assert_greedy
 from tests.model_runner.ranks import Ranks
 from tests.model_runner.test_tiny_greedy import FAMILIES, IN_GGUF, UNTIED
 from tests.model_runner.test_tiny_models import ENDS, TOKENS, TOLERANCE
-from tests.model_runner.tiny import VOCAB, chunk_logits, make_runner, save_tiny
+from tests.model_runner.tiny import VOCAB, chunk_logits, kept_weights, make_runner, save_tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,19 +131,31 @@ def test_a_sum_does_not_depend_on_batch_mates(four: Ranks):
         assert torch.equal(together, answers[0][0])
 
 
-def gguf_logits(workers: Workers | None, path: Path) -> torch.Tensor:
-    return chunk_logits(load(path, workers), TOKENS, ENDS)
+def gguf_logits(workers: Workers | None, path: Path, dtype: str) -> tuple[torch.Tensor, set[str]]:
+    """And the names of the tensors that are kept as integers."""
+    runner = load(path, workers, dtype=dtype)
+    kept = set(kept_weights(runner))
+    return chunk_logits(runner, TOKENS, ENDS), kept
 
 
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
 @pytest.mark.parametrize("architecture", IN_GGUF)
-def test_two_workers_read_a_gguf_file_of_quantised_blocks(architecture: str, two: Ranks, tmp_path: Path):
-    """Rows are cut between heads, whose halves lie interleaved in some; columns in the middle of a block in others."""
+def test_two_workers_read_a_gguf_file_of_quantised_blocks(architecture: str, dtype: str, two: Ranks, tmp_path: Path):
+    """Rows are cut between heads, whose halves lie interleaved in some; columns in the middle of a block in others.
+
+    Weights that stay integers take what they are multiplied with in 16 bits.
+    """
     model = save_tiny(tmp_path, architecture, **FAMILIES[architecture] | {"use_sliding_window": False})
     path = tmp_path / "tiny.gguf"
     write_gguf(path, model, ARCHITECTURES[architecture].gguf_name, "Q8_0")
-    expected = gguf_logits(None, path)
-    for logits in two.run(gguf_logits, path):
-        torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+    expected, kept_alone = gguf_logits(None, path, dtype)
+    answers = two.run(gguf_logits, path, dtype)
+    for logits, kept in answers:
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE if dtype == "float32" else 5e-3, rtol=0)
+        assert torch.equal(logits, answers[0][0])
+        assert bool(kept) == bool(kept_alone)
+        # What is cut inside a group of weights with one scale is turned into floats.
+        assert {name.split(".")[-2] for name in kept_alone - kept} <= {"down_proj"}
 
 
 def sample(workers: Workers | None, path: Path) -> list[ModelRunnerOutput]:
