@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DIGEST_SIZE = 16
+SHORT_SIZE = 8
+"""Bytes of a hash that are told to others: enough to guess by, which is what they do."""
 
 
 def chain_root(extra: Iterable[tuple[str, str]] = ()) -> bytes:

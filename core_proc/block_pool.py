@@ -22,17 +22,17 @@ class BlockPool:
     Block 0 is the null block: never handed out, never counted. A hash names at most one block;
     publishing a second block under it is refused, and that block stays uncached.
 
-    `on_change(stored, removed)` is told every change of the map, for KV events.
+    `on_change(hash, is_stored)` is told every change of the map.
     """
 
-    def __init__(self, num_blocks: int, on_change: Callable[[bytes | None, bytes | None], None] | None = None) -> None:
+    def __init__(self, num_blocks: int, on_change: Callable[[bytes, bool], None] | None = None) -> None:
         assert num_blocks >= 2, "a pool needs the null block and one more"
         self.num_blocks = num_blocks
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))
-        self._on_change = on_change
+        self.on_change = on_change
 
     def __repr__(self) -> str:
         return f"BlockPool(free={self.num_free}, cached={len(self._block_of)}, total={self.num_blocks})"
@@ -45,6 +45,11 @@ class BlockPool:
     def usage(self) -> float:
         """Fraction of the blocks that is held, in [0, 1]."""
         return 1.0 - self.num_free / (self.num_blocks - 1)
+
+    @property
+    def cached_hashes(self) -> list[bytes]:
+        """Of all blocks that can be found."""
+        return list(self._block_of)
 
     def is_held(self, block: int) -> bool:
         return self._ref_counts[block] > 0
@@ -86,8 +91,8 @@ class BlockPool:
         assert self._hash_of[block] is None, f"block {block} is already published"
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
-        if self._on_change:
-            self._on_change(block_hash, None)
+        if self.on_change:
+            self.on_change(block_hash, True)
         return True
 
     def withdraw(self, block: int) -> None:
@@ -113,8 +118,8 @@ class BlockPool:
         if block_hash is not None:
             self._hash_of[block] = None
             del self._block_of[block_hash]
-            if self._on_change:
-                self._on_change(None, block_hash)
+            if self.on_change:
+                self.on_change(block_hash, False)
 
     def audit(self, holders: dict[int, int]) -> None:
         """Asserts that the counts equal the given number of holders of each block, and the books balance."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from core_proc.block_hash import extend_chain
 from core_proc.block_pool import BlockPool
+from core_proc.kv_change_log import KVChangeLog
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,7 @@ class KVCache:
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks)
+        self.changes = KVChangeLog(self.pool)
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.last_returned_step = -1

@@ -194,6 +194,7 @@ class EngineCoreProc:
                     self.clients.remove(connection)
                     scheduler.abort(connection.client, scheduler.table.handles(connection.client))
                     scheduler.events.forget(connection.client)
+                    scheduler.kv_cache.changes.forget(connection.client)
 
     def _compile(self, request: Request, grammar: GrammarSpec) -> None:
         """The request waits in the queue until its grammar comes back through the inbox."""
@@ -219,6 +220,8 @@ class EngineCoreProc:
                 return [int(scheduler.reset_prefix_cache(preempt_running=bool(message.argument)))]
             case "progress":
                 return scheduler.table.progress(client, message.argument)
+            case "tell_kv_changes":
+                scheduler.kv_cache.changes.begin(client)
         return []
 
     def _apply_aborts(self) -> None:
@@ -233,10 +236,15 @@ class EngineCoreProc:
         outputs = self._core.scheduler.events.take(full)
         stats = self._stats_to_tell(is_idle)
         for connection in self.clients:
+            if connection.client in full:
+                continue
             message = outputs.get(connection.client)
             if stats is not None:
                 message = msgspec.structs.replace(message or EngineCoreOutputs(), stats=stats)
-            if message is not None and connection.client not in full:
+            changes = self._core.scheduler.kv_cache.changes.take(connection.client)
+            if changes is not None:
+                message = msgspec.structs.replace(message or EngineCoreOutputs(), kv_changes=changes)
+            if message is not None:
                 connection.send(message)
 
     def _stats_to_tell(self, is_idle: bool) -> CoreStats | None:

@@ -163,7 +163,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     """They are complete, by a stop string, rather than given up."""
 
 
-ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress"]
+ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress", "tell_kv_changes"]
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
@@ -172,6 +172,7 @@ class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
     pause: admit nothing more, finish what runs. freeze: schedule nothing. resume: undo both.
     reset_prefix_cache: forget all cached blocks; answers [0] while one is in use, else [1].
     progress: of the request `argument`: [requests ahead in the queue, prompt tokens computed].
+    tell_kv_changes: from now on outputs carry KVChanges, the first of them all that is cached.
     """
 
     call_id: int
@@ -299,6 +300,14 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     columns: LogprobColumns
 
 
+class KVChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks that a prefix cache holds now and did not, and the other way round: the first 8 bytes of each one's hash,
+    end to end. A block is in one of the two at most."""
+
+    stored: bytes
+    removed: bytes
+
+
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     """What one step brought for one front end, in columns.
 
@@ -313,6 +322,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=T
     stats: CoreStats | None = None
     logprobs: LogprobColumns | None = None
     prompt_logprobs: list[PromptLogprobs] = []
+    kv_changes: KVChanges | None = None
 
 
 class ControlReply(msgspec.Struct, frozen=True, tag="reply", array_like=True):

@@ -130,13 +130,12 @@ def test_audit_finds_a_wrong_count(holders: dict[int, int]) -> None:
 def test_replayed_changes_give_exactly_the_live_map(seed: int) -> None:
     live: set[bytes] = set()
 
-    def replay(stored: bytes | None, removed: bytes | None) -> None:
-        assert (stored is None) != (removed is None)
-        if stored is not None:
-            assert stored not in live
-            live.add(stored)
-        if removed is not None:
-            live.remove(removed)
+    def replay(block_hash: bytes, is_stored: bool) -> None:
+        if is_stored:
+            assert block_hash not in live
+            live.add(block_hash)
+        else:
+            live.remove(block_hash)
 
     rng = random.Random(seed)
     pool = BlockPool(12, on_change=replay)
