@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from async_engine.admission import Admission
 from async_engine.core_group import CoreGroup, start_cores
 from async_engine.core_request import core_request
-from async_engine.core_source import local_core, remote_core
+from async_engine.core_source import local_cores, remote_core
 from async_engine.input_processor import Accepted, InputProcessor
 from async_engine.output_processor import OutputProcessor
 from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
@@ -64,7 +64,9 @@ class AsyncLLM:
         self.draining = False
         self.drained = asyncio.Event()
         """Set when no request is live any more and none will be."""
-        self.output_processor = OutputProcessor(on_admitted=self._admitted, on_end=self._ended)
+        self.output_processor = OutputProcessor(
+            on_admitted=self._admitted, on_end=self._ended, on_first=lambda state: self.cores.began(state)
+        )
         self.cores = CoreGroup(
             cores, self.output_processor, self._is_live, self._observe, model.vocabulary, max_core_restarts
         )
@@ -88,14 +90,14 @@ class AsyncLLM:
         on_progress: Callable[[int, int], None] | None = None,
         door: Door | None = None,
     ) -> AsyncLLM:
-        """Starts a core process for the configured model. Raises StartupError, one line, if that fails.
+        """Starts the core processes for the configured model. Raises StartupError, one line, if that fails.
 
         The tokenizer is read while the cores load the weights. A core that is silent for `hang_timeout` seconds
         is taken for dead. Other front ends reach it at `door`.
         """
         eos_token_ids, loading = await open_model(config.model.model, served_name)
         try:
-            cores = await start_cores([local_core("the core", config, eos_token_ids, hang_timeout, door)], on_progress)
+            cores = await start_cores(local_cores(config, eos_token_ids, hang_timeout, door), on_progress)
         except BaseException:
             loading.cancel()
             raise
@@ -238,6 +240,7 @@ class AsyncLLM:
         accepted = await self.input.accept(request, state)
         if accepted.params.grammar is not None:
             await self.cores.tell_vocabulary()
+        await self.cores.look_at(state, accepted)
         if self.error is not None:
             raise self.error.with_traceback(None)
         if state.cancelled:
@@ -345,6 +348,7 @@ class AsyncLLM:
             callback(stats)
 
     def _ended(self, state: RequestState, finished: Finished) -> None:
+        self.cores.ended(state)
         for callback in self.on_end:
             callback(state, finished)
 

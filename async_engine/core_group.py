@@ -8,9 +8,12 @@ import logging
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from async_engine.core_slot import CoreSlot
+from async_engine.prefix_map import prefix_hashes
 from async_engine.recovery import Recovery, resubmissions
+from async_engine.router import Router
 from protos.errors import CoreDiedError, RequestFailedError, StartupError, TailraceError
 from protos.messages import TOTALS, Abort, Control, CoreReady, CoreStats
 
@@ -19,19 +22,24 @@ if TYPE_CHECKING:
 
     from async_engine.core_client import CoreClient
     from async_engine.core_source import CoreSource
+    from async_engine.input_processor import Accepted
     from async_engine.output_processor import OutputProcessor
     from async_engine.request_state import RequestState
     from protos.messages import ControlOp, EngineCoreOutputs, Vocabulary
 
 logger = logging.getLogger(__name__)
 
+INLINE_TOKENS = 1024
+"""Prompts up to this length are hashed on the event loop: 0.1 ms. Longer ones take a thread."""
+
 
 class CoreGroup:
     """One core or several behind one AsyncLLM. Each request is in one of them; handles are unique among all.
 
-    The requests of a core that dies go on in the others at once, or in the first that is there again. `is_live` tells
-    whether somebody still waits for a request; `on_stats` is told the sums of what the cores tell; `vocabulary` makes
-    what the cores need for grammars; a core is replaced up to `max_core_restarts` times in a row.
+    Where there are several, a router chooses. The requests of a core that dies go on in the others at once, or in the
+    first that is there again. `is_live` tells whether somebody still waits for a request; `on_stats` is told the sums
+    of what the cores tell; `vocabulary` makes what the cores need for grammars; a core is replaced up to
+    `max_core_restarts` times in a row.
     """
 
     def __init__(
@@ -51,6 +59,8 @@ class CoreGroup:
             CoreSlot(number, source, core, Recovery(processor, is_live, max_core_restarts, number))
             for number, (source, core) in enumerate(cores)
         ]
+        rows = [core.ready.max_num_seqs for _, core in cores]
+        self._router = Router(rows, self.ready.block_size) if len(cores) > 1 else None
         self._processor = processor
         self._is_live = is_live
         self._on_stats = on_stats
@@ -79,6 +89,18 @@ class CoreGroup:
 
     # Requests ---------------------------------------------------------------------------------
 
+    async def look_at(self, request: RequestState, accepted: Accepted) -> None:
+        """Finds out what of a request a core may hold already; awaits only where the prompt is long."""
+        params = accepted.params
+        if self._router is None or accepted.request.bypass_cache or params.prompt_logprobs is not None:
+            return
+        token_ids = np.array([*accepted.prompt_token_ids, *accepted.request.resume_token_ids], np.int32)
+        arguments = token_ids, self.ready.block_size, accepted.request.cache_salt
+        if len(token_ids) <= INLINE_TOKENS:
+            request.prefix_hashes = prefix_hashes(*arguments)
+        else:
+            request.prefix_hashes = await asyncio.to_thread(prefix_hashes, *arguments)
+
     def submit(self, request: RequestState) -> None:
         """Sends a new request to a core. While none is up it waits: the next one is told of it."""
         slot = self._choose(request)
@@ -102,9 +124,26 @@ class CoreGroup:
 
     def _choose(self, request: RequestState) -> CoreSlot | None:
         """The core a request is to be in; None while none is up."""
-        slot = next(iter(self._up()), None)
+        if self._router is None:
+            slot = next(iter(self._up()), None)
+        else:
+            self.ended(request)
+            num_tokens = request.prompt_tokens + request.output_tokens
+            request.ticket = self._router.route(request.prefix_hashes, num_tokens, len(request.sequences))
+            slot = None if request.ticket is None else self.slots[request.ticket.core]
         request.core = None if slot is None else slot.number
         return slot
+
+    def began(self, request: RequestState) -> None:
+        """The first token of a request came."""
+        if request.ticket is not None and self._router is not None:
+            self._router.computed(request.ticket)
+
+    def ended(self, request: RequestState) -> None:
+        """A request is over, or leaves its core."""
+        if request.ticket is not None and self._router is not None:
+            self._router.ended(request.ticket, request.drawn_tokens if request.is_ending else None)
+            request.ticket = None
 
     def _move(self, requests: Iterable[RequestState]) -> None:
         for request in requests:
@@ -155,6 +194,8 @@ class CoreGroup:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for slot in self.slots:
+                    if self._router is not None:
+                        slot.send(Control(0, "tell_kv_changes"))
                     tasks.create_task(slot.run(self), name=f"core-{slot.number}")
             self.error = next(slot.error for slot in self.slots if slot.error is not None)
         except ExceptionGroup:
@@ -167,6 +208,8 @@ class CoreGroup:
         await asyncio.gather(*(slot.core.close() for slot in self.slots))
 
     def took(self, slot: CoreSlot, outputs: EngineCoreOutputs) -> None:
+        if self._router is not None and outputs.kv_changes is not None:
+            self._router.update(slot.number, outputs.kv_changes)
         if stopped := self._processor.process(outputs):
             slot.send(Abort(stopped, stopped=True))
         # It may have worked for other front ends.
@@ -175,9 +218,13 @@ class CoreGroup:
                 slot.send(message)
         if outputs.stats is not None:
             slot.observe(outputs.stats)
+            if self._router is not None:
+                self._router.observe(slot.number, outputs.stats)
             self._on_stats(self.stats)
 
     def went_down(self, slot: CoreSlot, requests: list[RequestState]) -> None:
+        if self._router is not None:
+            self._router.lost(slot.number)
         self._move(requests)
 
     def stays_down(self, slot: CoreSlot) -> None:
@@ -193,6 +240,9 @@ class CoreGroup:
             slot.send(Control(0, self._pause))
 
     def came_up(self, slot: CoreSlot) -> None:
+        if self._router is not None:
+            self._router.found(slot.number)
+            slot.send(Control(0, "tell_kv_changes"))
         waiting = self._processor.requests_in(None)
         self._move([request for request in waiting if self._processor.goes_on(request, self._is_live)])
         for message in slot.recovery.core_started():

@@ -17,6 +17,8 @@ from core_proc.connection import OWNER
 from protos.child_process import child_environment
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from protos.config import EngineConfig
     from protos.messages import CoreReady
 
@@ -32,13 +34,14 @@ class Door(msgspec.Struct, frozen=True):
 
 
 class CoreProcess:
-    """Runs from the start. `socket` is our end of what ties it to us; it goes with whoever takes it."""
+    """Runs from the start, with `environment` beside ours. `socket` is our end of what ties it to us; it goes with
+    whoever takes it."""
 
-    def __init__(self, door: Door | None = None) -> None:
+    def __init__(self, door: Door | None = None, environment: Mapping[str, str] = {}) -> None:
         box = make_box()
         try:
             self._black_box = BlackBox(box)
-            self._process, self.socket = _spawn(box, door)
+            self._process, self.socket = _spawn(box, door, environment)
         finally:
             os.close(box)
         self._is_closed = False
@@ -79,14 +82,16 @@ def explain_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _spawn(box: int, door: Door | None) -> tuple[subprocess.Popen[bytes], socket.socket]:
+def _spawn(
+    box: int, door: Door | None, environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         descriptors = [theirs.fileno(), box, *([] if door is None else [door.listener.fileno()])]
         process = subprocess.Popen(
             [sys.executable, "-m", "core_proc.proc", *map(str, descriptors)],
             pass_fds=descriptors,
-            env=child_environment(),
+            env={**child_environment(), **environment},
             stdin=subprocess.DEVNULL,
             # A session of its own: what the terminal sends to all of us, Ctrl-C above all, is for the front end.
             start_new_session=True,

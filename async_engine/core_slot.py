@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from async_engine.core_source import CoreSource
     from async_engine.recovery import Recovery
     from async_engine.request_state import RequestState
-    from protos.messages import CoreStats, EngineCoreOutputs, ToCore
+    from protos.messages import CoreReady, CoreStats, EngineCoreOutputs, ToCore
 
 logger = logging.getLogger(__name__)
+
+LATE_SECONDS = 30.0
+"""For which those that a dead core had just begun with wait for the next one there, rather than for another."""
 
 
 class SlotOwner(Protocol):
@@ -29,7 +32,7 @@ class SlotOwner(Protocol):
         """A core died; others may go on with these of its requests at once."""
 
     def stays_down(self, slot: CoreSlot) -> None:
-        """An attempt to replace its core failed, or there is to be none."""
+        """It takes long to replace its core, an attempt failed, or there is to be none."""
 
     def others_serve(self, slot: CoreSlot) -> bool:
         """Whether another core is up."""
@@ -51,7 +54,7 @@ class CoreSlot:
         self.recovery = recovery
         self.is_up = True
         self.is_late = False
-        """Whether it is down, and an attempt to replace its core failed."""
+        """Whether it is down, and not likely to be up soon."""
         self.stats = NO_STATS
         """What the core told last, with the totals of the cores before it."""
         self.error: TailraceError | None = None
@@ -90,6 +93,13 @@ class CoreSlot:
         owner.went_down(self, self.recovery.core_died(self.core.entering, self.core.was_killed))
         await self.core.close(grace=0)
         before = self.core.ready
+        late = asyncio.get_running_loop().call_later(LATE_SECONDS, self._stay_down, owner)
+        try:
+            await self._start_again(owner, error, before)
+        finally:
+            late.cancel()
+
+    async def _start_again(self, owner: SlotOwner, error: TailraceError, before: CoreReady) -> None:
         while True:
             delay = self.recovery.next_delay(owner.others_serve(self))
             if delay is None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from async_engine.core_client import CoreClient
 from async_engine.core_entrance import CoreUnreachableError
 from async_engine.core_process import pinned
-from protos.errors import StartupError
+from protos.errors import InvalidRequestError, StartupError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from async_engine.core_process import Door
     from protos.config import EngineConfig
     from protos.messages import CoreReady
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -32,16 +35,45 @@ class CoreSource:
     start: Callable[[CoreReady | None, Callable[[int, int], None] | None], Awaitable[CoreClient]]
 
 
-def local_core(
-    name: str, config: EngineConfig, eos_token_ids: tuple[int, ...], hang_timeout: float, door: Door | None = None
-) -> CoreSource:
-    """A process of its own on this machine, which others reach at `door`."""
+def local_cores(
+    config: EngineConfig, eos_token_ids: tuple[int, ...], hang_timeout: float, door: Door | None = None
+) -> list[CoreSource]:
+    """As many processes on this machine as the config says. On GPUs each has its own. Others reach a single one at
+    `door`."""
+    count = config.parallel.data_parallel_size
+    if count == 1:
+        return [_local_core("the core", config, eos_token_ids, hang_timeout, door, {})]
+    if door is not None:
+        raise InvalidRequestError("data_parallel_size", f"a core that listens is one: start {count} of them")
+    return [
+        _local_core(f"core {number}", config, eos_token_ids, hang_timeout, None, environment)
+        for number, environment in enumerate(own_devices(config))
+    ]
 
+
+def _local_core(
+    name: str,
+    config: EngineConfig,
+    eos_token_ids: tuple[int, ...],
+    hang_timeout: float,
+    door: Door | None,
+    environment: dict[str, str],
+) -> CoreSource:
     def start(before: CoreReady | None, on_progress: Callable[[int, int], None] | None) -> Awaitable[CoreClient]:
         same = config if before is None else pinned(config, before)
-        return CoreClient.start(same, eos_token_ids, on_progress, hang_timeout, door)
+        return CoreClient.start(same, eos_token_ids, on_progress, hang_timeout, door, environment)
 
     return CoreSource(name, start)
+
+
+def own_devices(config: EngineConfig) -> list[dict[str, str]]:
+    """Of each core, the variables that show it the GPUs of its workers alone, of those that we may use."""
+    count, workers = config.parallel.data_parallel_size, config.parallel.num_workers
+    if config.model.device == "cpu":
+        return [{}] * count
+    ours = [name for name in os.environ.get(VISIBLE, "").split(",") if name]
+    names = ours or [str(number) for number in range(count * workers)]
+    return [{VISIBLE: ",".join(names[start : start + workers])} for start in range(0, count * workers, workers)]
 
 
 RETRY_SECONDS = 0.1

@@ -36,18 +36,21 @@ _FAILURES: dict[FinishReason, type[TailraceError]] = {
 class OutputProcessor:
     """The only loop over tokens in the front end.
 
-    `on_admitted(state)` is told each request that a core has admitted, `on_end(state, finished)` each that is over.
+    `on_admitted(state)` is told each request that a core has admitted, `on_first(state)` the first token of each in
+    the core where it is, `on_end(state, finished)` each that is over.
     """
 
     def __init__(
         self,
         on_admitted: Callable[[RequestState], None],
         on_end: Callable[[RequestState, Finished], None],
+        on_first: Callable[[RequestState], None] = lambda state: None,
     ) -> None:
         self.sequences: dict[int, SequenceState] = {}
         """By handle, from before the request is sent to the core until the core has ended it."""
         self._on_admitted = on_admitted
         self._on_end = on_end
+        self._on_first = on_first
 
     def process(self, outputs: EngineCoreOutputs) -> list[int]:
         """Takes in one message. Unknown handles are those of requests nobody waits for. Returns the handles of
@@ -78,6 +81,7 @@ class OutputProcessor:
             if not sequence.request.has_progressed:
                 sequence.request.has_progressed = True
                 sequence.request.first_token_time = sequence.request.first_token_time or now
+                self._on_first(sequence.request)
             if handle in ended and sequence.drops(ended[handle]):
                 sequence.new_token_ids.append(token_id)
                 continue

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from async_engine.detokenizer import Detokenizer
     from async_engine.logprobs import LogprobTable
     from async_engine.outputs import OutputSink, SequenceSink
+    from async_engine.router import Ticket
     from async_engine.stop_strings import StopMatcher
     from protos.messages import EngineCoreRequest
 
@@ -41,6 +42,10 @@ class RequestState:
         self.sent_at = 0.0
         self.core: int | None = None
         """Number of the core it is in; None while it waits for one."""
+        self.ticket: Ticket | None = None
+        """Its place there, where there are several cores."""
+        self.prefix_hashes: list[int] = []
+        """Of its prompt's blocks, for the router."""
         self.started = False
         """Whether a core has admitted it."""
         self.has_progressed = False

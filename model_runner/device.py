@@ -73,7 +73,7 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
     elif kind == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device cuda: torch finds no usable GPU; use --device cpu, or a torch built for this GPU")
     on_cpu = kind == "cpu"
-    num_threads = config.executor.num_threads or _cores_each(place, on_cpu)
+    num_threads = config.executor.num_threads or _cores_each(place, on_cpu, config.parallel.data_parallel_size)
     torch.set_num_threads(num_threads)
     name: str = config.model.dtype
     is_ours_to_choose = name == "auto"
@@ -104,9 +104,9 @@ def _gpu(place: Place) -> torch.device:
     return torch.device("cuda", place.local_rank)
 
 
-def _cores_each(place: Place, on_cpu: bool) -> int:
-    """Threads for each worker of this node so that no two share a core."""
-    cores = _num_cores()
+def _cores_each(place: Place, on_cpu: bool, num_engines: int) -> int:
+    """CPU cores for each worker of this node so that no two share one; as many engines share the node."""
+    cores = max(1, _num_cores() // num_engines)
     if on_cpu and place.local_size > cores:
         raise StartupError(
             f"this node has {cores} cores for {place.local_size} workers; lower --tensor-parallel-size or "

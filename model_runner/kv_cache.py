@@ -94,4 +94,7 @@ def _budget(config: EngineConfig, policy: DevicePolicy) -> int:
     if config.cache.kv_cache_memory:
         return config.cache.kv_cache_memory * MIB
     free = policy.free_memory() // 3
-    return free if policy.cache_limit is None else min(free, policy.cache_limit)
+    if policy.cache_limit is None:
+        return free
+    # Cores on one machine share its memory.
+    return min(free, policy.cache_limit) // config.parallel.data_parallel_size

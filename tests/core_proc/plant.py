@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -14,11 +14,21 @@ from core_proc.request import Request, make_request
 from core_proc.scheduler import Scheduler
 from protos.config import SchedulerOptions
 from protos.messages import EngineCoreRequest, Finished, FinishReason, Sampling
-from protos.step import ModelRunnerOutput
+from protos.step import ModelRunnerOutput, SchedulerOutput
 from tests.core_proc.harness import ManualClock, columns, encode_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from core_proc.intake import StepInFlight
 
 EOS, PLAIN = 0, 1
 MAX_MODEL_LEN = 512
+
+
+def small_device(step: SchedulerOutput) -> float:
+    """Seconds of a step: 2 ms, 20 µs a token and 20 µs a row."""
+    return 2e-3 + 20e-6 * (step.num_tokens + len(step.rows))
 
 
 @dataclass
@@ -34,10 +44,19 @@ class Visit:
     max_tokens: int = 256
     priority: int = 0
     queue_timeout: float | None = None
+    prompt: Any = None
+    """Token ids, int32, where it matters what they are."""
     first_token_at: float | None = None
     ended_at: float = 0.0
     finished: Finished | None = None
     num_tokens: int = 0
+
+    def drew(self, now: float) -> None:
+        self.num_tokens += 1
+        self.first_token_at = self.first_token_at or now
+
+    def end(self, finished: Finished, now: float) -> None:
+        self.finished, self.ended_at = finished, now
 
     @property
     def in_time(self) -> bool:
@@ -49,71 +68,95 @@ class Visit:
 
 @dataclass
 class Plant:
-    """`num_rows` requests at once; a step takes 2 ms, 20 µs a token and 20 µs a row."""
+    """A core: `num_rows` requests at once, each step as long as `step_seconds` says."""
 
     num_rows: int = 32
     budget: int = 256
     clock: ManualClock = field(default_factory=ManualClock)
+    step_seconds: Callable[[SchedulerOutput], float] = small_device
+    max_model_len: int = MAX_MODEL_LEN
+    block_size: int = 16
+    num_blocks: int = 0
+    """0 is enough for all rows, without prefix caching."""
 
     def __post_init__(self) -> None:
-        blocks = 1 + self.num_rows * MAX_MODEL_LEN // 16
+        blocks = self.num_blocks or 1 + self.num_rows * self.max_model_len // self.block_size
         options = SchedulerOptions(max_num_seqs=self.num_rows, max_num_batched_tokens=self.budget)
-        kv_cache = KVCache(blocks, 16, prefix_caching=False)
-        self.scheduler = Scheduler(options, kv_cache, MAX_MODEL_LEN, (EOS,), 8, self.clock)
-        self.steps_with_rows = 0
-        self._visits: dict[int, Visit] = {}
+        kv_cache = KVCache(blocks, self.block_size, prefix_caching=bool(self.num_blocks))
+        self.scheduler = Scheduler(options, kv_cache, self.max_model_len, (EOS,), 8, self.clock)
+        self.visits: dict[int, Visit] = {}
+        """Those that are here, by handle."""
+        self._step: StepInFlight | None = None
 
     def run(self, visits: list[Visit]) -> None:
         """Until all have ended."""
         arrivals = [(visit.at, number, visit) for number, visit in enumerate(visits)]
         heapq.heapify(arrivals)
-        while arrivals or self._visits:
+        while arrivals or self.visits:
             while arrivals and arrivals[0][0] <= self.clock.now:
-                self._arrive(*heapq.heappop(arrivals)[1:])
-            step = self.scheduler.schedule()
+                _, number, visit = heapq.heappop(arrivals)
+                self.arrive(visit, message_of(visit, number, self.clock.now))
+            seconds = self.begin()
             self._collect()
-            if step is None:
+            if seconds is None:
                 later = [arrivals[0][0]] if arrivals else []
                 timer = self.scheduler.seconds_to_timer
                 later += [] if timer is None else [self.clock.now + timer]
                 if not later:
-                    assert not self._visits, "requests wait for nothing"
+                    assert not self.visits, "requests wait for nothing"
                     return
                 self.clock.now = max(self.clock.now, min(later))
                 continue
-            self.clock.now += 2e-3 + 20e-6 * (step.output.num_tokens + len(step.output.rows))
-            drawn = [self._draw(request) for request in step.requests]
-            self.scheduler.update(step, ModelRunnerOutput(step.output.step_id, np.array(drawn, np.int32)))
+            self.clock.now += seconds
+            self.end()
             self._collect()
 
-    def _arrive(self, number: int, visit: Visit) -> None:
-        # In the core it is a moment later than the client counts from.
-        message = EngineCoreRequest(
-            handle=number,
-            prompt_token_ids=encode_ids([2] * visit.prompt_tokens),
-            sampling=Sampling(ignore_eos=visit.ignore_eos),
-            max_tokens=visit.length if visit.ignore_eos else visit.max_tokens,
-            deadline=None if visit.deadline is None else visit.deadline + visit.at - self.clock.now,
-            queue_timeout=visit.queue_timeout,
-            caller=visit.caller,
-            priority=visit.priority,
-        )
-        self._visits[number] = visit
-        self.scheduler.add(make_request(message, 0, 16, MAX_MODEL_LEN, self.clock.now))
+    def arrive(self, visit: Visit, message: EngineCoreRequest) -> None:
+        self.visits[message.handle] = visit
+        self.scheduler.add(make_request(message, 0, self.block_size, self.max_model_len, self.clock.now))
+
+    def begin(self) -> float | None:
+        """Issues a step: how long it takes; None if there is nothing to do."""
+        self._step = self.scheduler.schedule()
+        return None if self._step is None else self.step_seconds(self._step.output)
+
+    @property
+    def step(self) -> SchedulerOutput:
+        """The one that was issued last."""
+        assert self._step is not None
+        return self._step.output
+
+    def end(self) -> None:
+        """Takes the step in; its seconds have passed."""
+        step = self._step
+        assert step is not None
+        drawn = [self._draw(request) for request in step.requests]
+        self.scheduler.update(step, ModelRunnerOutput(step.output.step_id, np.array(drawn, np.int32)))
 
     def _draw(self, request: Request) -> int:
-        visit = self._visits[request.handle]
+        visit = self.visits[request.handle]
         return EOS if visit.num_tokens + 1 == visit.length else PLAIN
 
     def _collect(self) -> None:
         for outputs in self.scheduler.events.take().values():
             for handle, _ in columns(outputs):
-                visit = self._visits[handle]
-                visit.num_tokens += 1
-                visit.first_token_at = visit.first_token_at or self.clock.now
+                self.visits[handle].drew(self.clock.now)
             for finished in outputs.finished:
-                visit = self._visits.pop(finished.handle)
-                visit.finished, visit.ended_at = finished, self.clock.now
+                self.visits.pop(finished.handle).end(finished, self.clock.now)
+
+
+def message_of(visit: Visit, handle: int, now: float) -> EngineCoreRequest:
+    # In the core it is a moment later than the client counts from.
+    return EngineCoreRequest(
+        handle=handle,
+        prompt_token_ids=encode_ids([2] * visit.prompt_tokens) if visit.prompt is None else visit.prompt.tobytes(),
+        sampling=Sampling(ignore_eos=visit.ignore_eos),
+        max_tokens=visit.length if visit.ignore_eos else visit.max_tokens,
+        deadline=None if visit.deadline is None else visit.deadline + visit.at - now,
+        queue_timeout=visit.queue_timeout,
+        caller=visit.caller,
+        priority=visit.priority,
+    )
 
 
 def poisson(rate: float, seconds: float, seed: int = 0, **fields: Any) -> list[Visit]:

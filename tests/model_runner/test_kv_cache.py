@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from kernels.reference import ReferenceOps
+from model_runner import device
 from model_runner.device import CPU_CACHE_LIMIT, DevicePolicy, make_device
 from model_runner.kv_cache import allocate_cache, fit_cache
 from protos.config import MIB, EngineConfig, build
 from protos.errors import StartupError
 from protos.model_spec import ModelSpec, RopeSpec
+from protos.place import ONLY
 
 SPEC = ModelSpec(
     architecture="LlamaForCausalLM",
@@ -50,6 +52,14 @@ def test_a_third_of_the_free_memory_and_on_a_cpu_at_most_a_gibibyte():
     assert fit() == (100 * MIB // BLOCK_BYTES, 8192)
     assert fit(replace(POLICY, cache_limit=10 * MIB), max_model_len=100) == (10 * MIB // BLOCK_BYTES, 100)
     assert CPU_CACHE_LIMIT == 1024 * MIB
+
+
+def test_cores_on_one_machine_share_what_one_would_take(monkeypatch: pytest.MonkeyPatch):
+    assert fit(data_parallel_size=4) == (25 * MIB // BLOCK_BYTES, (25 * MIB // BLOCK_BYTES - 1) * 16)
+    assert fit(data_parallel_size=4, kv_cache_memory=200)[0] == 200 * MIB // BLOCK_BYTES
+    monkeypatch.setattr(device, "_num_cores", lambda: 8)
+    assert device._cores_each(ONLY, on_cpu=True, num_engines=2) == 4
+    assert device._cores_each(ONLY, on_cpu=True, num_engines=64) == 1
 
 
 def test_memory_and_blocks_as_asked():
