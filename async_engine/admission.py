@@ -19,7 +19,10 @@ RESERVE = 8
 
 
 class Admission:
-    """Counts the sequences that are live and the tokens that wait. `max_running` is in sequences."""
+    """Counts the sequences that are live and the tokens that wait. `max_running` is in sequences.
+
+    Front ends that share cores count each its own tokens; of the others' sequences they know what the cores told last.
+    """
 
     def __init__(self, options: AdmissionOptions, max_running: int) -> None:
         self._options = options
@@ -29,12 +32,16 @@ class Admission:
         self._of_caller: Counter[str] = Counter()
         """Live sequences."""
         self._queue_seconds = 0.0
+        self.is_shared = False
+        """Whether other front ends have the cores, too."""
+        self._num_elsewhere = 0
 
     def enter(self, caller: str, num_sequences: int, num_in_core: int) -> None:
         """A request comes; each of its sequences counts as a request of its own does. Raises OverloadedError."""
         reserve = self._options.max_queued_requests // RESERVE if self._of_caller[caller] else 0
         # Those whose caller left count until the core has ended them: a hung core must not gather them.
-        if max(self._num_sequences, num_in_core) + num_sequences > self._capacity - reserve:
+        num_there = max(self._num_sequences, num_in_core) + self._num_elsewhere
+        if num_there + num_sequences > self._capacity - reserve:
             raise self._overloaded(f"{self._capacity - reserve} sequences at most run or wait at once")
         self._num_sequences += num_sequences
         self._of_caller[caller] += num_sequences
@@ -62,8 +69,11 @@ class Admission:
             del self._of_caller[state.caller]
         self.unqueue(state)
 
-    def observe(self, stats: CoreStats) -> None:
+    def observe(self, stats: CoreStats, num_in_core: int) -> None:
+        """What the cores hold, `num_in_core` sequences of ours among it."""
         self._queue_seconds = stats.queue_seconds
+        if self.is_shared:
+            self._num_elsewhere = max(0, stats.running + stats.waiting - num_in_core)
 
     def _overloaded(self, message: str) -> OverloadedError:
         # Half the queue: then there is room, if others stay away too.

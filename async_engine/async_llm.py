@@ -24,7 +24,7 @@ from protos.errors import CoreDiedError, DuplicateRequestError, StartupError, Ta
 from protos.messages import Finished, FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 
     from async_engine.core_client import CoreClient
     from async_engine.core_process import Door
@@ -72,6 +72,7 @@ class AsyncLLM:
         )
         self.input = InputProcessor(model, self.ready.max_model_len, admission.queue_timeout or None)
         self._admission = Admission(admission, self.ready.max_num_seqs)
+        self._cancel_elsewhere: Callable[[str, str], Awaitable[bool]] | None = None
         self._live: dict[str, RequestState] = {}
         self._num_handles = 0
         self._idle = asyncio.Event()
@@ -183,6 +184,12 @@ class AsyncLLM:
         """Oldest first."""
         return list(self._live.values())
 
+    def share_cores(self, cancel_elsewhere: Callable[[str, str], Awaitable[bool]]) -> None:
+        """Other front ends of the server have the cores, too: they cancel what is not known here, and what they have
+        in the cores counts at the door."""
+        self._cancel_elsewhere = cancel_elsewhere
+        self._admission.is_shared = True
+
     # Requests ---------------------------------------------------------------------------------
 
     async def generate(
@@ -278,6 +285,12 @@ class AsyncLLM:
         self._abort_unfinished(state)
         return True
 
+    async def cancel_anywhere(self, request_id: str, caller: str = "") -> bool:
+        """The same for a request that may be another front end's."""
+        if self.cancel(request_id, caller):
+            return True
+        return self._cancel_elsewhere is not None and await self._cancel_elsewhere(request_id, caller)
+
     async def progress(self, state: RequestState) -> Progress:
         """Where a request is that has not sent anything lately."""
         answer = await self.cores.progress(state)
@@ -343,7 +356,7 @@ class AsyncLLM:
         self._admission.unqueue(state)
 
     def _observe(self, stats: CoreStats) -> None:
-        self._admission.observe(stats)
+        self._admission.observe(stats, len(self.output_processor.sequences))
         for callback in self.on_stats:
             callback(stats)
 

@@ -75,7 +75,7 @@ class AttachCall:
                 case "submit":
                     self._submit(command.submit, tasks)
                 case "cancel":
-                    self._llm.cancel(command.cancel, principal.get())
+                    await self._llm.cancel_anywhere(command.cancel, principal.get())
                 case "credit":
                     sink = self._sinks.get(command.credit.request_id)
                     if sink is not None:

@@ -39,6 +39,8 @@ def serve(config: ServeConfig) -> int:
 
     def ready(llm: AsyncLLM, server: Server) -> None:
         held = describe(llm.ready)
+        if config.scale.frontends > 1:
+            held += f", {config.scale.frontends} front ends"
         seconds = time.monotonic() - start
         if server.admin_address:
             sys.stdout.write(f"operators' service on {server.admin_address}\n")

@@ -34,7 +34,7 @@ GRPC_ADDRESSES = (*TOKENS, "health_listen")
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
-def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
+def channel_options(options: ServerOptions, shares_port: bool = False) -> list[tuple[str, Any]]:
     """grpc ignores keys it does not know without a word; tests hold these against the library's own list."""
     return [
         ("grpc.max_receive_message_length", options.max_message_mib * MIB),
@@ -58,8 +58,8 @@ def channel_options(options: ServerOptions) -> list[tuple[str, Any]]:
         ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
         ("grpc.enable_channelz", int(options.channelz)),
-        # Two servers on one port by mistake is an error, not load balancing.
-        ("grpc.so_reuseport", 0),
+        # Two servers on one port by mistake is an error, not load balancing; front ends of one server balance by it.
+        ("grpc.so_reuseport", int(shares_port)),
     ]
 
 
@@ -124,8 +124,10 @@ class Endpoint:
         health: HealthServicer,
         services: Iterable[str],
         observers: Iterable[grpc.aio.ServerInterceptor] = (),
+        shares_port: bool = False,
     ) -> None:
-        """`observers` see the calls that are let in, and their errors before those become statuses.
+        """`observers` see the calls that are let in, and their errors before those become statuses. Other front ends of
+        the server listen there, too, if it `shares_port`.
 
         Raises StartupError, or InvalidRequestError, if a file for TLS or with tokens is of no use.
         """
@@ -139,7 +141,7 @@ class Endpoint:
         interceptors: list[grpc.aio.ServerInterceptor] = [AuthInterceptor(Tokens(Path(tokens)))] if tokens else []
         # The first is the outermost.
         interceptors += [ErrorInterceptor(), *observers]
-        self.grpc = grpc.aio.server(interceptors=interceptors, options=channel_options(options))
+        self.grpc = grpc.aio.server(interceptors=interceptors, options=channel_options(options, shares_port))
         health_pb2_grpc.add_HealthServicer_to_server(health, self.grpc)
         add_reflection(self.grpc, (*services, HEALTH))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -15,9 +16,14 @@ from prometheus_client import (
 )
 
 from protos.errors import StartupError
+from protos.front_ends import Sample
 from protos.messages import NO_STATS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from prometheus_client.core import Metric
+
     from async_engine.async_llm import AsyncLLM
     from async_engine.request_state import RequestState
     from protos.messages import CoreStats, Finished
@@ -107,6 +113,69 @@ class Metrics:
             self._decode.observe(finished.decode_seconds)
             if (gap := state.inter_token_seconds(finished)) is not None:
                 self._inter_token.observe(gap)
+
+
+OF_THE_ENGINE = {
+    *(f"tailrace_{name}" for name in (*_GAUGES, *_COUNTERS)),
+    "tailrace_core_silent_seconds",
+    "tailrace_core_restarts",
+}
+"""Families that every front end of an engine knows alike, as the cores tell all. The others are each one's own."""
+
+
+def samples(families: Iterable[Metric]) -> list[Sample]:
+    """Those that are a front end's own."""
+    return [
+        Sample(family.name, sample.name, dict(sample.labels), sample.value)
+        for family in families
+        if family.name not in OF_THE_ENGINE
+        for sample in family.samples
+    ]
+
+
+class Totals:
+    """Sums of samples of several front ends, each family's by name and labels."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = defaultdict(dict)
+
+    def copy(self) -> Totals:
+        copy = Totals()
+        copy._sums.update({family: dict(sums) for family, sums in self._sums.items()})
+        return copy
+
+    def add(self, of_one: Iterable[Sample], gauges: bool = True) -> None:
+        """Of a front end that is gone without what it had live: `gauges` are what a name without a suffix tells."""
+        for sample in of_one:
+            if gauges or sample.name != sample.family:
+                key = sample.name, tuple(sorted(sample.labels.items()))
+                sums = self._sums[sample.family]
+                sums[key] = sums.get(key, 0.0) + sample.value
+
+    def added_to(self, families: Iterable[Metric]) -> Iterator[Metric]:
+        """The families of one more front end, with these."""
+        for family in families:
+            sums = dict(self._sums.get(family.name, {}))
+            found, family.samples = family.samples, []
+            for sample in found:
+                key = sample.name, tuple(sorted(sample.labels.items()))
+                family.add_sample(sample.name, sample.labels, sample.value + sums.pop(key, 0.0))
+            for (name, labels), value in sums.items():
+                family.add_sample(name, dict(labels), value)
+            yield family
+
+
+class MergedRegistry(CollectorRegistry):
+    """A front end's registry, with what the others have counted. Collected on the thread of the HTTP server."""
+
+    def __init__(self, own: CollectorRegistry, others: Callable[[], Totals]) -> None:
+        """`others` is called on that thread, too."""
+        super().__init__()
+        self._own = own
+        self._others = others
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._others().added_to(self._own.collect())
 
 
 class MetricsServer:

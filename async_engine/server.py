@@ -6,26 +6,32 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from grpc_channelz.v1 import channelz, channelz_pb2
 
 from async_engine.admin_servicer import AdminServicer
 from async_engine.async_llm import AsyncLLM
 from async_engine.compat.services import ADAPTERS
-from async_engine.core_entrance import read_secret
+from async_engine.core_entrance import abstract_address, listen_at, read_secret
+from async_engine.core_process import Door
 from async_engine.endpoint import Endpoint, check_address, check_files, split_address
 from async_engine.engine_state import EngineState, engine_state
+from async_engine.front_ends import FrontEnds
 from async_engine.health import HealthServicer
 from async_engine.load_report import LoadReportInterceptor
-from async_engine.metrics import Metrics, MetricsServer
+from async_engine.metrics import MergedRegistry, Metrics, MetricsServer, Totals
 from async_engine.model_servicer import ModelServicer
 from async_engine.request_log import RequestLog
+from async_engine.served_model import digest_model
 from async_engine.servicer import GenerationServicer
 from protos.config import service_names
 from protos.errors import InvalidRequestError
+from protos.front_ends import Begin, Drain
 from protos.tailrace.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -36,18 +42,20 @@ from protos.tailrace.v1 import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable
 
     import grpc.aio
 
     from async_engine.tracing import TraceInterceptor
     from protos.config import ServeConfig, ServerOptions
-    from protos.scale_config import ScaleOptions
+    from protos.front_ends import Question
 
 logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL = 0.25
 """Seconds between two looks at the engine's heartbeat."""
+SCRAPE_SECONDS = 2.0
+"""What other front ends have to tell their metrics in."""
 HANDLER_GRACE = 2.0
 """Seconds for handlers to say their last word once their requests are over."""
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -61,8 +69,11 @@ ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 class Server:
     """The gRPC services around an AsyncLLM: those of callers on one address, those of operators on another."""
 
-    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, llm: AsyncLLM, options: ServerOptions, shares_port: bool = False) -> None:
         self._llm = llm
+        self._shares_port = shares_port
+        self.others: FrontEnds | None = None
+        """Other front ends, for whom this one speaks."""
         self._options = options
         adapters = [ADAPTERS[name] for name in service_names(options.services)]
         public = (GENERATION, MODEL, *(name for adapter in adapters for name in adapter.names))
@@ -75,7 +86,7 @@ class Server:
         self._tracing = _tracing(llm, options)
         if self._tracing is not None:
             observers.append(self._tracing)
-        self._public = Endpoint("listen", options, self._health, public, observers)
+        self._public = Endpoint("listen", options, self._health, public, observers, shares_port)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), self._public.grpc)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(llm), self._public.grpc)
         for adapter in adapters:
@@ -86,7 +97,8 @@ class Server:
             self._admin = Endpoint("admin_listen", options, self._health, services)
             if options.channelz:
                 channelz.add_channelz_servicer(self._admin.grpc)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(llm, options, self.drain), self._admin.grpc)
+            servicer = AdminServicer(llm, options, self.drain, self._ask_others)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, self._admin.grpc)
         self._probed = Endpoint("health_listen", options, self._health, ()) if options.health_listen else None
 
     @property
@@ -115,7 +127,10 @@ class Server:
         llm.on_end.append(RequestLog(options.log_prompts))
         if options.metrics_listen:
             host, metrics_port = split_address("metrics_listen", options.metrics_listen)
-            self._metrics_server = MetricsServer(f"{host}:{metrics_port}", Metrics(llm).registry)
+            registry = Metrics(llm).registry
+            if self._shares_port:
+                registry = MergedRegistry(registry, self._scrape_others())
+            self._metrics_server = MetricsServer(f"{host}:{metrics_port}", registry)
         for endpoint in self._endpoints:
             endpoint.bind()
         for endpoint in self._endpoints:
@@ -127,7 +142,27 @@ class Server:
         """NOT_SERVING; no new requests; live streams get their time. How many were cut."""
         self._llm.draining = True
         self._set_health()
-        return await self._llm.drain(seconds)
+        cut, elsewhere = await asyncio.gather(self._llm.drain(seconds), self._ask_others(Drain(seconds)))
+        return sum([cut, *elsewhere])
+
+    async def _ask_others(self, question: Question) -> list[Any]:
+        return [] if self.others is None else await self.others.ask(question)
+
+    def _scrape_others(self) -> Callable[[], Totals]:
+        """For another thread. What does not answer in time is left out."""
+        loop = asyncio.get_running_loop()
+
+        def scrape() -> Totals:
+            if self.others is None:
+                return Totals()
+            asking = asyncio.run_coroutine_threadsafe(self.others.scrape(), loop)
+            try:
+                return asking.result(SCRAPE_SECONDS)
+            except TimeoutError:
+                asking.cancel()
+                return self.others.past
+
+        return scrape
 
     async def stop(self, drain_seconds: float) -> None:
         """NOT_SERVING; no new requests; live streams get their time; handlers end; the port closes. Idempotent.
@@ -139,6 +174,8 @@ class Server:
             self._monitor.cancel()
             await asyncio.wait([self._monitor])
         self._health.close()
+        if self.others is not None:
+            await self.others.close()
         # The handlers of requests that are over have only their last writes left.
         for endpoint in self._endpoints:
             await endpoint.grpc.stop(HANDLER_GRACE)
@@ -186,22 +223,42 @@ def quiet_gc() -> None:
     gc.set_threshold(10_000, 20, 50)
 
 
-def check_cores(options: ScaleOptions) -> bytes:
-    """The secret of the cores that run already; empty if there are none. Raises InvalidRequestError."""
-    if not options.core:
-        if options.secret_file:
-            raise InvalidRequestError("secret_file", "is of use with --core only")
-        return b""
-    for address in options.core:
-        split_address("core", address)
-    if not options.secret_file:
-        raise InvalidRequestError("secret_file", "is needed with --core")
-    return read_secret(Path(options.secret_file))
+def _for_each(config: ServeConfig) -> ServeConfig:
+    """What is for all front ends together, in parts."""
+    admission = config.admission
+    share = -(-admission.max_queued_tokens // config.scale.frontends)
+    return msgspec.structs.replace(config, admission=msgspec.structs.replace(admission, max_queued_tokens=share))
 
 
-def _make_engine(
-    config: ServeConfig, secret: bytes, on_progress: Callable[[int, int], None] | None
-) -> Coroutine[None, None, AsyncLLM]:
+class Cores(NamedTuple):
+    """How front ends reach the cores, where others than the first do."""
+
+    addresses: tuple[str, ...] = ()
+    secret: bytes = b""
+    door: Door | None = None
+    """Of a core of our own."""
+
+
+async def find_cores(config: ServeConfig) -> Cores:
+    """Raises InvalidRequestError, or StartupError."""
+    options = config.scale
+    if options.frontends > 1 and config.server.listen.startswith("unix:"):
+        raise InvalidRequestError("frontends", "a unix socket is for one; several need HOST:PORT in --listen")
+    if options.core:
+        for address in options.core:
+            split_address("core", address)
+        if not options.secret_file:
+            raise InvalidRequestError("secret_file", "is needed with --core")
+        return Cores(options.core, read_secret(Path(options.secret_file)))
+    if options.secret_file:
+        raise InvalidRequestError("secret_file", "is of use with --core only")
+    if options.frontends == 1:
+        return Cores()
+    address, secret = abstract_address(), secrets.token_bytes(32)
+    return Cores((address,), secret, Door(listen_at(address), secret, await digest_model(config.model.model)))
+
+
+async def _make_engine(config: ServeConfig, cores: Cores, on_progress: Callable[[int, int], None] | None) -> AsyncLLM:
     server = config.server
     common: dict[str, Any] = {
         "served_name": server.served_model_name,
@@ -211,8 +268,8 @@ def _make_engine(
         "on_progress": on_progress,
     }
     if config.scale.core:
-        return AsyncLLM.join(config.scale.core, secret, config.model.model, **common)
-    return AsyncLLM.start(config.engine, **common)
+        return await AsyncLLM.join(cores.addresses, cores.secret, config.model.model, **common)
+    return await AsyncLLM.start(config.engine, door=cores.door, **common)
 
 
 async def serve(
@@ -225,19 +282,20 @@ async def serve(
     SIGTERM or SIGINT drains; a second SIGINT (not SIGTERM: managers repeat it) ends at once. Raises StartupError,
     or InvalidRequestError for an address that is none, before the model loads where that can be known.
     """
+    config = _for_each(config)
     check_address("listen", config.server.listen)
     for option in ("metrics_listen", "admin_listen", "health_listen"):
         if address := getattr(config.server, option):
             check_address(option, address)
     check_files(config.server)
-    secret = check_cores(config.scale)
+    cores = await find_cores(config)
     if wants_tracing(config.server):
         import async_engine.tracing  # noqa: F401  says so if it cannot be had
     signals: asyncio.Queue[signal.Signals] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, signals.put_nowait, signum)
-    starting = asyncio.create_task(_make_engine(config, secret, on_progress))
+    starting = asyncio.create_task(_make_engine(config, cores, on_progress))
     interrupted = asyncio.create_task(signals.get())
     await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -245,8 +303,17 @@ async def serve(
         await asyncio.wait([starting])
         return 130
     async with await starting as llm:
-        server = Server(llm, config.server)
+        server = Server(llm, config.server, shares_port=config.scale.frontends > 1)
         await server.start()
+        if config.scale.frontends > 1:
+            listening = msgspec.structs.replace(config.server, listen=server.address)
+            begin = Begin(msgspec.structs.replace(config, server=listening), cores.addresses, cores.secret)
+            server.others = FrontEnds(llm, begin, config.scale.frontends - 1)
+            try:
+                await server.others.start()
+            except BaseException:
+                await server.stop(drain_seconds=0)
+                raise
         quiet_gc()
         on_ready(llm, server)
         died = asyncio.create_task(llm.died())

@@ -62,7 +62,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         return pb.CancelResponse(
             cancelled_request_ids=[
-                i for i in dict.fromkeys(request.request_ids) if self._llm.cancel(i, principal.get())
+                i for i in dict.fromkeys(request.request_ids) if await self._llm.cancel_anywhere(i, principal.get())
             ]
         )
 

@@ -38,10 +38,10 @@ class Adapter:
     add: Callable[[AsyncLLM, ServerOptions, grpc.aio.Server], None]
 
 
-def abort(llm: AsyncLLM, request_ids: Iterable[str]) -> None:
+async def abort(llm: AsyncLLM, request_ids: Iterable[str]) -> None:
     """Ends those of the requests that are live, and the caller's; their streams then end by themselves."""
     for request_id in request_ids:
-        llm.cancel(request_id, principal.get())
+        await llm.cancel_anywhere(request_id, principal.get())
 
 
 @contextlib.asynccontextmanager

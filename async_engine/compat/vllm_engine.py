@@ -79,7 +79,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                             await context.write(answer.complete(delta, with_output=True))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        abort(self._llm, request.request_ids)
+        await abort(self._llm, request.request_ids)
         return pb.AbortResponse()
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Any) -> common.FlushCacheResponse:

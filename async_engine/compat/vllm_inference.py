@@ -122,7 +122,7 @@ class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
         )
 
     async def Abort(self, request: control.AbortRequest, context: Any) -> control.AbortResponse:
-        abort(self._llm, request.request_ids)
+        await abort(self._llm, request.request_ids)
         return control.AbortResponse()
 
     async def ListLoras(self, request: control.ListLorasRequest, context: Any) -> control.ListLorasResponse:

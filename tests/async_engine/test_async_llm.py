@@ -346,7 +346,7 @@ class TestQueuedTokens:
                 waiting, _ = await self.submit(llm, 100)
                 found = []
                 for seconds in (0.0, 20.0, 1e9):
-                    llm._admission.observe(msgspec.structs.replace(NO_STATS, queue_seconds=seconds))
+                    llm._admission.observe(msgspec.structs.replace(NO_STATS, queue_seconds=seconds), 0)
                     with pytest.raises(OverloadedError) as error:
                         await self.submit(llm, 1)
                     found.append(error.value.retry_after)

@@ -1,0 +1,293 @@
+"""`--frontends 2`: two processes on one port, over one core."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from async_engine import cli
+from protos.tailrace.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from protos.tailrace.v1 import generation_pb2 as pb
+from tests.e2e.serving import ServerProcess, children
+from tests.e2e.test_processes import wait_gone
+from tests.test_safety import sockets
+
+NULL = ("null", "--listen", "127.0.0.1:0", "--null-step-ms", "2", "--frontends", "2")
+ENDLESS = 30_000
+ESTABLISHED = "01"
+
+
+def command_line(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+class Served:
+    """A server of two front ends, and a channel to each."""
+
+    def __init__(self, *arguments):
+        self.process = ServerProcess(*NULL, *arguments).wait_ready()
+        self.main = self.process.process.pid
+        self.address = self.process.address
+        self.port = int(self.address.rpartition(":")[2])
+        self._stack = contextlib.ExitStack()
+        self.admin_address = self.process.lines[0].split()[-1]
+
+    @property
+    def other(self):
+        (pid,) = (pid for pid in children(self.main) if "async_engine.front_end" in command_line(pid))
+        return pid
+
+    @property
+    def core(self):
+        (pid,) = (pid for pid in children(self.main) if "core_proc.proc" in command_line(pid))
+        return pid
+
+    def num_connections(self, pid):
+        ours = sockets(pid)
+        tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+        rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+        return sum(
+            int(row[1].rpartition(":")[2], 16) == self.port and row[3] == ESTABLISHED and row[9] in ours for row in rows
+        )
+
+    def stubs(self):
+        """One to each front end, the first one first."""
+        return [generation_pb2_grpc.GenerationServiceStub(channel) for channel in self.channels()]
+
+    def channels(self):
+        """One to each front end, each a connection of its own."""
+        found = {}
+        for _ in range(200):
+            before = {pid: self.num_connections(pid) for pid in (self.main, self.other)}
+            channel = self._stack.enter_context(
+                grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)])
+            )
+            grpc.channel_ready_future(channel).result(30)
+            for pid, count in before.items():
+                if self.num_connections(pid) > count:
+                    found.setdefault(pid, channel)
+            if len(found) == 2:
+                return [found[self.main], found[self.other]]
+        raise AssertionError("all connections are on one front end")
+
+    def admin(self):
+        channel = self._stack.enter_context(grpc.insecure_channel(self.admin_address))
+        return admin_pb2_grpc.AdminServiceStub(channel)
+
+    def wait_logged(self, text):
+        for line in self.process.process.stderr:
+            if text in line:
+                return
+        raise AssertionError(f"never logged: {text}")
+
+    def close(self):
+        self._stack.close()
+        self.process.__exit__()
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server():
+    served = Served("--admin-listen", "127.0.0.1:0", "--metrics-listen", f"127.0.0.1:{(port := free_port())}")
+    served.metrics_url = f"http://127.0.0.1:{port}/metrics"
+    yield served
+    served.close()
+
+
+def spec(number, max_tokens, **fields):
+    return pb.GenerationSpec(
+        text=f"prompt {number}",
+        sampling=pb.SamplingOptions(seed=number),
+        stop=pb.StopOptions(max_tokens=max_tokens),
+        **fields,
+    )
+
+
+class Reader:
+    """Reads a stream on a thread; goes on elsewhere where it was, as clients do, if it `resumes`."""
+
+    def __init__(self, stub, spec, elsewhere=None):
+        self.token_ids, self.end, self.num_resumed = [], None, 0
+        self.begun = threading.Event()
+        self._stub, self._spec, self._elsewhere = stub, spec, elsewhere
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self):
+        try:
+            for message in self._stub.GenerateStream(pb.GenerateStreamRequest(spec=self._spec)):
+                for part in message.delta.sequences:
+                    self.token_ids += part.token_ids
+                    self.begun.set()
+                if message.HasField("summary"):
+                    self.end = "summary"
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE and self._elsewhere is not None:
+                self.num_resumed += 1
+                self._stub = self._elsewhere
+                self._spec.resume_from.ids[:] = self.token_ids
+                self._read()
+            else:
+                self.end = error.code()
+
+    def wait_begun(self):
+        assert self.begun.wait(30)
+        return self
+
+    def join(self):
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+        return self.end
+
+
+def expected(stub, *args, **kwargs):
+    reader = Reader(stub, spec(*args, **kwargs))
+    assert reader.join() == "summary"
+    return reader.token_ids
+
+
+def scrape(server):
+    with urllib.request.urlopen(server.metrics_url, timeout=30) as response:
+        text = response.read().decode()
+    return {name: float(value) for name, value in re.findall(r"^(tailrace\S+) (\S+)$", text, re.MULTILINE)}
+
+
+def finished(server):
+    return scrape(server).get('tailrace_requests_finished_total{reason="max_tokens"}', 0.0)
+
+
+def test_metrics_are_those_of_both_and_the_cores_count_once(server):
+    first, second = server.stubs()
+    before = scrape(server)
+    readers = [Reader(stub, spec(number, 10)) for stub in (first, second) for number in range(3)]
+    assert [reader.join() for reader in readers] == ["summary"] * 6
+    endless = [
+        Reader(stub, spec(9, ENDLESS, request_id=f"e{n}")).wait_begun() for n, stub in enumerate([first, second])
+    ]
+    after = scrape(server)
+    assert after["tailrace_live_requests"] == 2
+    for name, count in (
+        ('tailrace_requests_finished_total{reason="max_tokens"}', 6),
+        ("tailrace_request_output_tokens_count", 6),
+        ("tailrace_request_output_tokens_sum", 60),
+        ('tailrace_request_output_tokens_bucket{le="32.0"}', 6),
+    ):
+        assert after[name] - before.get(name, 0) == count, name
+    first.Cancel(pb.CancelRequest(request_ids=["e0", "e1"]))
+    for reader in endless:
+        reader.join()
+    status = server.admin().GetStatus(admin_pb2.GetStatusRequest())
+    assert scrape(server)["tailrace_prompt_tokens_total"] == status.prompt_tokens
+
+
+def test_cancel_reaches_requests_of_the_other_front_end(server):
+    first, second = server.stubs()
+    for near, far in ((first, second), (second, first)):
+        reader = Reader(far, spec(1, ENDLESS, request_id="mine")).wait_begun()
+        answer = near.Cancel(pb.CancelRequest(request_ids=["mine", "nobody's"]))
+        assert list(answer.cancelled_request_ids) == ["mine"]
+        assert reader.join() == "summary"
+        assert len(reader.token_ids) < ENDLESS
+
+
+def test_operators_see_and_pause_both(server):
+    channels = server.channels()
+    first, second = map(generation_pb2_grpc.GenerationServiceStub, channels)
+    admin = server.admin()
+    readers = [
+        Reader(stub, spec(n, ENDLESS, request_id=f"r{n}")).wait_begun() for n, stub in enumerate((first, second))
+    ]
+    listed = admin.ListRequests(admin_pb2.ListRequestsRequest())
+    assert [request.request_id for request in listed.requests] == ["r0", "r1"]
+    assert listed.omitted == 0
+    assert admin.ListRequests(admin_pb2.ListRequestsRequest(page_size=1)).omitted == 1
+    status = admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert status.live_requests == 2
+    health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
+    streams = [stub.Watch(health_pb2.HealthCheckRequest()) for stub in health]
+    assert [next(stream).status for stream in streams] == [health_pb2.HealthCheckResponse.SERVING] * 2
+    admin.Pause(admin_pb2.PauseRequest())
+    assert [next(stream).status for stream in streams] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 2
+    admin.Resume(admin_pb2.ResumeRequest())
+    assert [next(stream).status for stream in streams] == [health_pb2.HealthCheckResponse.SERVING] * 2
+    for stream in streams:
+        stream.cancel()
+    second.Cancel(pb.CancelRequest(request_ids=["r0", "r1"]))
+    assert [reader.join() for reader in readers] == ["summary"] * 2
+
+
+def test_streams_of_both_go_on_when_the_core_is_killed(server):
+    stubs = server.stubs()
+    wanted = [expected(stubs[0], number, 600) for number in range(2)]
+    readers = [Reader(stub, spec(number, 600)).wait_begun() for stub in stubs for number in range(2)]
+    first = server.core
+    os.kill(first, signal.SIGKILL)
+    assert [reader.join() for reader in readers] == ["summary"] * 4
+    assert [reader.token_ids for reader in readers] == wanted * 2
+    assert server.core != first
+
+
+def test_front_end_that_is_killed_loses_its_own_streams_which_resume_and_is_replaced(server):
+    first, second = server.stubs()
+    wanted = expected(first, 3, 600)
+    before = finished(server)
+    ours, theirs = Reader(first, spec(3, 600)).wait_begun(), Reader(second, spec(3, 600), first).wait_begun()
+    gone = server.other
+    os.kill(gone, signal.SIGKILL)
+    assert [ours.join(), theirs.join()] == ["summary"] * 2
+    assert (ours.num_resumed, theirs.num_resumed) == (0, 1)
+    assert ours.token_ids == theirs.token_ids == wanted
+    server.wait_logged("front end 1 ended by signal SIGKILL")
+    server.wait_logged("front end 1 serves again")
+    assert server.other != gone
+    assert finished(server) >= before + 2  # what it had counted is not lost with it
+    for stub in server.stubs():
+        assert expected(stub, 3, 600) == wanted
+
+
+def test_second_server_on_the_port_is_refused(server, capsys):
+    assert cli.main(["serve", "null", "--listen", server.address, "--frontends", "2"]) == 2
+    line = f"tailrace: cannot listen on {server.address}; is it in use? choose another --listen\n"
+    assert capsys.readouterr().err == line
+
+
+def test_unix_socket_is_for_one_front_end(capsys):
+    assert cli.main(["serve", "null", "--listen", "unix:/tmp/x", "--frontends", "2"]) == 2
+    line = "tailrace: --frontends: a unix socket is for one; several need HOST:PORT in --listen\n"
+    assert capsys.readouterr().err == line
+
+
+def test_sigterm_drains_both_and_every_process_is_gone():
+    served = Served("--drain-timeout", "1")
+    with contextlib.closing(served):
+        pids = [served.core, served.other]
+        stubs = served.stubs()
+        finishing = [Reader(stub, spec(1, 200)).wait_begun() for stub in stubs]
+        endless = [Reader(stub, spec(2, ENDLESS)).wait_begun() for stub in stubs]
+        os.kill(served.other, signal.SIGTERM)  # managers tell the whole group
+        served.process.process.send_signal(signal.SIGTERM)
+        assert [reader.join() for reader in finishing] == ["summary"] * 2
+        assert [reader.join() for reader in endless] == [grpc.StatusCode.UNAVAILABLE] * 2
+        assert served.process.stop() == 0
+        assert wait_gone(pids, 10) == []
+
+
+def test_all_die_with_the_first_front_end():
+    served = Served()
+    with contextlib.closing(served):
+        pids = [served.core, served.other]
+        os.kill(served.main, signal.SIGKILL)
+        assert wait_gone(pids, 10) == []
