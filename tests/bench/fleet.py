@@ -162,7 +162,7 @@ class Fleet:
             [(CoreSource(f"core {number}", _never), core) for number, core in enumerate(self.cores)],  # type: ignore[misc]
             self._processor,
             is_live=lambda state: True,
-            on_stats=lambda stats: self._admission.observe(stats),
+            on_stats=lambda stats: self._admission.observe(stats, num_in_core=0),
             vocabulary=lambda: Vocabulary([], (), ()),
             max_core_restarts=0,
         )

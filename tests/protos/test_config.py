@@ -37,6 +37,7 @@ FITTING: dict[type, tuple[type, ...]] = {
     inspect.BoolType: (bool,),
     inspect.StrType: (str,),
     inspect.LiteralType: (),
+    inspect.VarTupleType: (list,),
 }
 VALUES: tuple[object, ...] = ("words", 64.5, 64, True, None, [64], {})
 MISTYPED = [
