@@ -111,7 +111,9 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ExecutorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The workers."""
 
-    num_threads: Annotated[int, Meta(ge=0, le=4096, description="CPU threads of a worker; 0 is one per core")] = 0
+    num_threads: Annotated[
+        int, Meta(ge=0, le=4096, description="CPU threads of a worker; 0: its share of the cores")
+    ] = 0
     null_step_ms: Annotated[
         float, Meta(ge=0, le=60_000, description="simulated device time per step of the 'null' model, milliseconds")
     ] = 0.0

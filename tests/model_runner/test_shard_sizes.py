@@ -67,6 +67,7 @@ def test_parts():
     assert [kv_heads(8, place)[1:] for place in places] == [(0, 2), (2, 2), (4, 2), (6, 2)]
     assert [kv_heads(2, place)[1:] for place in places] == [(0, 1), (0, 1), (1, 1), (1, 1)]
     assert [vocabulary(9, place)[1:] for place in places] == [(0, 3), (3, 3), (6, 3), (9, 0)]
+    assert [vocabulary(5, place)[1:] for place in places] == [(0, 2), (2, 2), (4, 1), (5, 0)]
     assert Shard(8, 2, 2).times(16) == (128, 32, 32)
     # Of the second of two stages, too.
     assert kv_heads(4, Place(rank=3, tensor_size=2, pipeline_size=2)) == (4, 2, 2)
