@@ -39,8 +39,7 @@ def check_stages(spec: BasicSpec, place: Place) -> None:
         )
     if size > spec.num_layers:
         raise StartupError(
-            f"--pipeline-parallel-size {size} is more than the model's {spec.num_layers} layers; it can be "
-            f"{spec.num_layers} at most"
+            f"--pipeline-parallel-size {size} is more than the model has layers; it can be {spec.num_layers} at most"
         )
 
 

@@ -103,7 +103,10 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: Annotated[
         int,
         Meta(
-            ge=0, le=8, description="steps issued before the first one's result is back; 0 is 1 on a CPU and 2 on a GPU"
+            ge=0,
+            le=8,
+            description="steps issued before the first one's result is back; 0 is 1 on a CPU, 2 on a GPU, and in a "
+            "pipeline one for each stage",
         ),
     ] = 0
 
