@@ -45,13 +45,14 @@ class PrefixMap:
 
     def update(self, core: int, changes: KVChanges) -> None:
         """Takes in what a core tells."""
-        stored, bit = self._stored[core], 1 << core
+        stored, expected, bit = self._stored[core], self._expected[core], 1 << core
         cores_of = self._cores_of
-        for short_hash in np.frombuffer(changes.stored, "<u8").tolist():
+        new = np.frombuffer(changes.stored, "<u8").tolist()
+        for short_hash in new:
             stored.add(short_hash)
             cores_of[short_hash] = cores_of.get(short_hash, 0) | bit
-        expected = self._expected[core]
-        for short_hash in np.frombuffer(changes.removed, "<u8").tolist():
+        gone = stored.difference(new) if changes.is_all else np.frombuffer(changes.removed, "<u8").tolist()
+        for short_hash in gone:
             # What came and went between two messages was never told of.
             if short_hash in stored:
                 stored.remove(short_hash)

@@ -84,14 +84,13 @@ class Router:
             return None
         held = self.map.lookup(hashes)
         todo = num_tokens - held * self._block_size
-        sequences, each = self._sequences + self._others, self.sequence_cost
-        load = self._pending + each * sequences
-        waiting = np.maximum(0.0, sequences + num_sequences - self._rows)
+        sequences = self._sequences + self._others
+        load = self._pending + self.sequence_cost * sequences
         most = sequences[self._up].min() + np.maximum(
             SLACK * sequences[self._up].mean(), np.minimum(SLACK_SEQUENCES, SLACK_ROWS * self._rows)
         )
         may_take = self._up & (sequences <= most)
-        cost = np.where(may_take, todo + LOAD_WEIGHT * load + each * waiting, np.inf)
+        cost = np.where(may_take, todo + LOAD_WEIGHT * load, np.inf)
         # Of equals the one with the least load, of those the one that was given least.
         best = int(np.lexsort((self._work, load, cost))[0])
         return self._enter(best, hashes, int(held[best]), int(todo[best]), num_sequences)

@@ -306,6 +306,8 @@ class KVChanges(msgspec.Struct, frozen=True, array_like=True):
 
     stored: bytes
     removed: bytes
+    is_all: bool = False
+    """`stored` is all that it holds, whatever was told before."""
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):

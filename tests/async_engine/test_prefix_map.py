@@ -67,6 +67,18 @@ def test_a_core_that_is_gone_holds_nothing():
     held.audit()
 
 
+def test_a_core_that_tells_all_it_holds_holds_nothing_else():
+    held = PrefixMap(2)
+    held.update(0, changes([1, 2]))
+    held.update(1, changes([1]))
+    held.expect(0, [2])
+    held.update(0, KVChanges(packed([3]), b"", is_all=True))
+    assert held._stored == [{3}, {1}]
+    assert held.lookup([1]).tolist() == [0, 1]
+    assert held.lookup([2]).tolist() == [1, 0], "still on its way"
+    held.audit()
+
+
 def test_what_came_and_went_unheard_of_is_no_matter():
     held = PrefixMap(1)
     held.update(0, changes(removed=[5]))

@@ -61,9 +61,20 @@ def test_equals_take_turns():
     assert [cores.count(core) for core in range(3)] == [10] * 3
 
 
-def test_a_prefix_that_many_want_comes_to_be_in_several_cores():
+def test_a_short_prefix_is_not_worth_much_load():
+    routes = router(2)
+    routes.update(0, changes(prompt(1, 4)[0]))
+    assert routes.route(*prompt(1, 4)).core == 0
+    routes.observe(0, msgspec.structs.replace(NO_STATS, running=8))
+    assert routes.route(*prompt(1, 4)).core == 1
+    routes.observe(0, NO_STATS)
+    assert routes.route(*prompt(1, 4)).core == 0
+
+
+@pytest.mark.parametrize("blocks", [64, 2000])
+def test_a_prefix_that_many_want_comes_to_be_in_several_cores(blocks):
     routes = router()
-    tickets = [routes.route(*prompt(1)) for _ in range(90)]
+    tickets = [routes.route(*prompt(1, blocks)) for _ in range(90)]
     counts = [sum(ticket.core == core for ticket in tickets) for core in range(3)]
     assert max(counts) - min(counts) <= SLACK_SEQUENCES + 1
     assert min(counts) > 0

@@ -52,10 +52,12 @@ def test_both_work_prefixes_meet_and_sums_are_told():
             assert llm.stats.running == llm.stats.waiting == 0
             assert metrics.registry.get_sample_value("tailrace_output_tokens_total") == 24 * 8
             llm.cores._router.map.audit()
-            return [summary.cached_tokens for summary in summaries]
+            later = [await generate(llm, prompt) for prompt in prompts[:4] * 2]
+            return [[summary.cached_tokens for summary in each] for each in (summaries, later)]
 
-    cached = run(main)
-    assert sum(tokens > 300 for tokens in cached) == 24 - 4, "each prefix was computed once"
+    together, later = run(main)
+    assert sum(tokens > 300 for tokens in together) == 24 - 4, "each prefix was computed once"
+    assert min(later) > 300, "and is found where it is"
 
 
 def test_killing_a_core_under_thirty_two_streams_changes_no_token():
