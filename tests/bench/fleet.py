@@ -2,7 +2,7 @@
 
 Scheduler, KVCache, Admission, OutputProcessor, CoreGroup and its router are the real ones; messages are encoded and
 decoded as between processes. Simulated are time, the device, which takes as long as a model of it says, and the
-sockets. What the real code takes of real time is measured on the way.
+sockets. What the real code takes of a CPU is measured on the way.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ STATS_INTERVAL = 0.25
 
 
 class Stopwatch:
-    """Real seconds of pieces of code, by name, and how often they ran."""
+    """CPU seconds of pieces of code, by name, and how often they ran."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
 
     def add(self, name: str, began: float, count: int = 1) -> None:
-        self.seconds[name] += time.perf_counter() - began
+        self.seconds[name] += time.thread_time() - began
         self.counts[name] += count
 
     def wrap(self, owner: Any, method: str, name: str) -> None:
         call = getattr(owner, method)
 
         def timed(*arguments: Any) -> Any:
-            began = time.perf_counter()
+            began = time.thread_time()
             result = call(*arguments)
             self.add(name, began)
             return result
@@ -175,7 +175,7 @@ class Fleet:
         self._handles = itertools.count()
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, int | Turn]] = []
-        self._before = np.zeros((num_cores, 5))
+        self._before = np.zeros((num_cores, 4))
         self._is_warm = warm_up == 0
         self.router: Router | None = self.group._router
         if self.router is not None:
@@ -238,7 +238,7 @@ class Fleet:
         visit.prompt_tokens = len(prompt)
         message = message_of(visit, handle, self.clock.now)
         visit.prompt = None
-        began = time.perf_counter()
+        began = time.thread_time()
         state = RequestState(str(handle), VisitSink(self, visit), [handle], visit.caller)
         try:
             self._admission.enter(visit.caller, 1, len(self._processor.sequences))
@@ -250,10 +250,10 @@ class Fleet:
         self._admission.queue(state, visit.prompt_tokens)
         self.watch.add("submit", began)
         if self.router is not None:
-            began = time.perf_counter()
+            began = time.thread_time()
             state.prefix_hashes = prefix_hashes(prompt, self.group.ready.block_size, "")
             self.watch.add("hash", began)
-        began = time.perf_counter()
+        began = time.thread_time()
         state.message = message
         self._processor.sequences[handle] = state.sequences[0]
         self._visits[handle] = visit
@@ -281,7 +281,7 @@ class Fleet:
     def _deliver(self, core: SimCore) -> None:
         plant = core.plant
         for message in core.sent:
-            began = time.perf_counter()
+            began = time.thread_time()
             frame = codec.to_core.decode(msgspec.msgpack.encode(message))
             match frame:
                 case EngineCoreRequest():
@@ -295,7 +295,7 @@ class Fleet:
 
     def _step_out(self, number: int) -> None:
         core = self.cores[number]
-        began = time.perf_counter()
+        began = time.thread_time()
         seconds = core.plant.begin()
         self.watch.add("core step", began, seconds is not None)
         if seconds is not None:
@@ -309,7 +309,7 @@ class Fleet:
 
     def _step_back(self, number: int) -> None:
         core = self.cores[number]
-        began = time.perf_counter()
+        began = time.thread_time()
         core.plant.end()
         self.watch.add("core step", began, 0)
         core.is_busy = False
@@ -319,7 +319,7 @@ class Fleet:
         """What a step brought, to the front end."""
         core = self.cores[number]
         scheduler = core.plant.scheduler
-        began = time.perf_counter()
+        began = time.thread_time()
         outputs = scheduler.events.take().get(0)
         changes = scheduler.kv_cache.changes.take(0)
         has_stats = self.clock.now >= core.stats_due or not scheduler.has_work
@@ -331,29 +331,34 @@ class Fleet:
             outputs = msgspec.structs.replace(outputs, stats=scheduler.stats(int(core.is_busy)))
         frame = codec.encode_frame(outputs)
         self.watch.add("core step", began, 0)
-        began = time.perf_counter()
+        began = time.thread_time()
         self.group.took(self.group.slots[number], codec.to_front_end.decode(frame[4:]))
         self.watch.add("outputs", began, len(outputs.handles) // 8)
+
+    @property
+    def tokens_counted(self) -> int:
+        """That came to requests of after the warm-up."""
+        return len(self.times.first) + len(self.times.gaps)
 
     # What came of it ----------------------------------------------------------------------------
 
     def _totals(self) -> np.ndarray:
-        """[cores, 5]: prefix hits and queries in tokens, seconds of work, tokens computed, sequences over time."""
+        """[cores, 4]: prefix hits and queries in tokens, tokens computed, sequences over time."""
         stats = [core.plant.scheduler.stats(0) for core in self.cores]
         return np.array(
             [
-                (told.prefix_hits, told.prefix_queries, core.busy_seconds, core.computed_tokens, core.row_seconds)
+                (told.prefix_hits, told.prefix_queries, core.computed_tokens, core.row_seconds)
                 for told, core in zip(stats, self.cores, strict=True)
             ]
         )
 
     def results(self) -> Results:
-        hits, queries, busy, computed, rows = (self._totals() - self._before).T
+        hits, queries, computed, rows = (self._totals() - self._before).T
         return Results(
             hit_rate=float(hits.sum() / max(1, queries.sum())),
             imbalance=_imbalance(computed),
             row_imbalance=_imbalance(rows),
-            utilisation=float(busy.mean() / (self.clock.now - self.warm_up)),
+            running=float(rows.mean() / (self.clock.now - self.warm_up)),
         )
 
 
@@ -367,8 +372,8 @@ class Results:
     """Of tokens computed."""
     row_imbalance: float
     """Of running sequences, in the mean over time."""
-    utilisation: float
-    """Of the time, in steps."""
+    running: float
+    """Sequences in a core, in the mean."""
 
 
 def _imbalance(amounts: np.ndarray) -> float:

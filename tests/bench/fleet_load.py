@@ -46,6 +46,11 @@ class Load:
     think: tuple[float, float] = (1.0, 3.0)
     bursty: bool = False
 
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its output at most."""
+        return self.prefix + self.turns * (self.tail[1] + self.output[1])
+
     def visits(self, seed: int = 0) -> Iterator[Turn]:
         chance = random.Random(seed)
         weights = np.cumsum([1 / (group + 10) for group in range(self.groups)])
