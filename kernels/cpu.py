@@ -18,6 +18,8 @@ import torch
 from kernels.reference import ReferenceOps
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kernels.quantised import QuantisedMatrix
 
 logger = logging.getLogger(__name__)
@@ -321,27 +323,8 @@ class CpuOps(ReferenceOps):
         self._softcap(x.data_ptr(), x.numel(), cap, self._num_threads)
         return None
 
-    def quantised_linear(self, x: torch.Tensor, weight: QuantisedMatrix, out: torch.Tensor) -> None:
-        assert x.is_contiguous()
-        assert x.dtype == out.dtype == torch.float32
-        assert out.stride(1) == 1
-        outputs, inputs = weight.shape
-        form = weight.format
-        arguments = _QuantisedArgs(
-            weight.tiles.data_ptr(),
-            x.data_ptr(),
-            out.data_ptr(),
-            x.shape[0],
-            inputs,
-            outputs,
-            out.stride(0),
-            form.bits,
-            form.group,
-            form.has_minimums,
-            form.scale_type == torch.float32,
-            self._num_threads,
-        )
-        self._quantised_linear(ctypes.byref(arguments))
+    def quantised_product(self, weight: QuantisedMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        return _QuantisedProduct(self._quantised_linear, weight, self._num_threads)
 
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()
@@ -349,3 +332,30 @@ class CpuOps(ReferenceOps):
         out = torch.empty((tokens, size), dtype=x.dtype)
         self._gated(_DTYPES[x.dtype], activation, x.data_ptr(), out.data_ptr(), tokens, size, self._num_threads)
         return out
+
+
+class _QuantisedProduct:
+    """Holds the weights, and the arguments that are the same for every call."""
+
+    def __init__(self, function: Callable[..., None], weight: QuantisedMatrix, num_threads: int) -> None:
+        form = weight.format
+        self._function, self._weight = function, weight
+        self._arguments = _QuantisedArgs(
+            tiles=weight.tiles.data_ptr(),
+            size=weight.shape[1],
+            outputs=weight.shape[0],
+            bits=form.bits,
+            group=form.group,
+            has_minimums=form.has_minimums,
+            wide_scales=form.scale_type == torch.float32,
+            num_threads=num_threads,
+        )
+        self._reference = ctypes.byref(self._arguments)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert x.is_contiguous()
+        assert x.dtype == out.dtype == torch.float32
+        arguments = self._arguments
+        arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
+        arguments.rows, arguments.stride = x.shape[0], out.stride(0)
+        self._function(self._reference)

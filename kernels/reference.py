@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kernels.quantised import QuantisedMatrix
 
 
@@ -18,7 +20,7 @@ class ReferenceOps:
     """Runs on any device; written to be read, not to be fast."""
 
     keeps_integers = False
-    """Whether quantised_linear is faster than a product with the same weights as floats."""
+    """Whether quantised products are faster than products with the same weights as floats."""
 
     def kv_cache_shapes(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, block_size: int
@@ -148,13 +150,19 @@ class ReferenceOps:
                 first = end
         return out
 
-    def quantised_linear(self, x: torch.Tensor, weight: QuantisedMatrix, out: torch.Tensor) -> None:
-        """out [rows, outputs] = x [rows, inputs] times the transposed weights, all float32. Others may round x to 16
-        bits, with a scale for each group of inputs."""
-        first = 0
-        for part in weight.chunks():
-            torch.mm(x, part.T, out=out[:, first : first + len(part)])
-            first += len(part)
+    def quantised_product(self, weight: QuantisedMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """What makes out [rows, outputs] of x [rows, inputs]: its product with the transposed weights, all float32.
+
+        Others may round x to 16 bits, with a scale for each group of inputs, and take one call at a time.
+        """
+
+        def product(x: torch.Tensor, out: torch.Tensor) -> None:
+            first = 0
+            for part in weight.chunks():
+                torch.mm(x, part.T, out=out[:, first : first + len(part)])
+                first += len(part)
+
+        return product
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up [tokens, size], where x [tokens, 2 * size] holds the gates and then the ups."""

@@ -13,8 +13,12 @@ from model_runner.kept import Kept
 from model_runner.target import Target
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from model_runner.device import DevicePolicy
     from model_runner.shard import Shard
+
+    Product = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Matrix:
@@ -27,8 +31,8 @@ class Matrix:
         self._ops = policy.ops
         self._ends = list(accumulate(row_counts))
         self._kept = [Kept(count, columns) for count in row_counts] if policy.keeps_integers else []
-        self._parts: list[tuple[slice, QuantisedMatrix | torch.Tensor]] = []
-        """Rows and weights of what was kept, once it is used."""
+        self._products: list[tuple[slice, Product]] = []
+        """Of rows of what was kept, once it is used."""
         self.floats = torch.empty(0)
         if not self._kept:
             self.floats = torch.empty(self._ends[-1], columns, dtype=policy.dtype, device=policy.device)
@@ -47,32 +51,43 @@ class Matrix:
         """x [T, columns] to [T, rows]."""
         if not self._kept:
             return F.linear(x, self.floats, bias)
-        out = x.new_empty(len(x), self._ends[-1])
-        for rows, part in self._used():
-            if isinstance(part, QuantisedMatrix):
-                self._ops.quantised_linear(x, part, out[:, rows])
-            else:
-                torch.mm(x, part.T, out=out[:, rows])
+        out = x.new_empty((x.shape[0], self._ends[-1]))
+        parts = self._products or self._make_products()
+        if len(parts) == 1:
+            parts[0][1](x, out)
+        else:
+            for rows, product in parts:
+                product(x, out[:, rows])
         return out if bias is None else out.add_(bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Some rows of a matrix that is one tensor's: indices [n] to [n, columns]."""
         if not self._kept:
             return F.embedding(indices, self.floats)
-        ((_, part),) = self._used()
+        part = self._kept[0].weights
+        assert part is not None, "weights come first"
         return part.rows(indices) if isinstance(part, QuantisedMatrix) else F.embedding(indices, part)
 
-    def _used(self) -> list[tuple[slice, QuantisedMatrix | torch.Tensor]]:
-        """What was kept: neighbours of one kind together, so that there are few products, and each in one place."""
-        if not self._parts:
-            first = 0
-            for _, group in groupby(self._kept, _kind):
-                kept = list(group)
-                rows = slice(first, first := first + sum(part.shape[0] for part in kept))
-                self._parts.append((rows, _joined([part.weights for part in kept])))
-            for part in self._kept:
-                part.weights = None
-        return self._parts
+    def _make_products(self) -> list[tuple[slice, Product]]:
+        """Of what was kept: neighbours of one kind together, so that there are few, and each in one place."""
+        first = 0
+        for _, group in groupby(self._kept, _kind):
+            kept = list(group)
+            rows = slice(first, first := first + sum(part.shape[0] for part in kept))
+            weights = _joined([part.weights for part in kept])
+            is_quantised = isinstance(weights, QuantisedMatrix)
+            self._products.append((rows, self._ops.quantised_product(weights) if is_quantised else _product(weights)))
+            if len(kept) > 1:
+                for part in kept:
+                    part.weights = None
+        return self._products
+
+
+def _product(weights: torch.Tensor) -> Product:
+    def product(x: torch.Tensor, out: torch.Tensor) -> None:
+        torch.mm(x, weights.T, out=out)
+
+    return product
 
 
 def _kind(part: Kept) -> object:
