@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from async_engine.llm import LLM
+from protos.params import SamplingParams
 from tests.e2e.serving import ServerProcess, run, serving, until
 from tests.e2e.test_core_recovery import collect, mixed_specs
 from tests.e2e.test_generation import assert_works
 from tests.gpu_executor.ray_cluster import ray_cluster
+from tests.model_runner.hostile import CONFIG, write_directory
 
 NUM_STREAMS = 6
+PARAMS = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
 RAY = ("null", "--executor", "ray", "--listen", "127.0.0.1:0")
 
 
@@ -33,6 +37,20 @@ def actors():
         except OSError:  # it is gone already
             continue
     return found
+
+
+def test_model_over_two_nodes_generates_what_one_worker_does(cluster, tmp_path):
+    """Two stages, a node each, of two workers."""
+    write_directory(tmp_path / "model", CONFIG | {"num_hidden_layers": 2})
+
+    def generate(**options):
+        small = {"load_format": "dummy", "num_kv_blocks": 32, "max_num_seqs": 4, "num_threads": 1}
+        with LLM(str(tmp_path / "model"), progress=False, **small, **options) as llm:
+            return [output.token_ids for output in llm.generate(["abc", "hello you " * 6], PARAMS)]
+
+    expected = generate()
+    assert len(set(map(tuple, expected))) == 2
+    assert generate(executor="ray", tensor_parallel_size=2, pipeline_parallel_size=2) == expected
 
 
 def test_streams_outlive_a_node_and_a_core(cluster):

@@ -85,7 +85,7 @@ def test_core_that_is_killed_leaves_no_worker_and_no_memory(shared_memory_before
         return workers, last
 
     workers, last = run(main)
-    assert len(workers) == len(last) == 4
+    assert len(workers) == len(last) == 2
     assert not any(is_alive(pid) for pid in last)
     assert set(os.listdir("/dev/shm")) <= shared_memory_before
 

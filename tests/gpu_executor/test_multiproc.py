@@ -163,7 +163,10 @@ class TestStart:
             ({1: {"num_blocks": 7}}, r"^worker 1 holds 7 KV blocks .* worker 0 32769 .*; set --num-kv-blocks"),
         ],
     )
-    def test_that_fails_says_why_and_leaves_nothing(self, start: Started, faults: Any, problem: str) -> None:
+    def test_that_fails_says_why_and_leaves_nothing(
+        self, start: Started, monkeypatch: pytest.MonkeyPatch, faults: Any, problem: str
+    ) -> None:
+        monkeypatch.setattr("gpu_executor.group.ROOT_CAUSE_SECONDS", 0.2)
         with pytest.raises(StartupError, match=problem):
             start(faults)
         (executor,) = start.executors
