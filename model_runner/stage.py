@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from protos.place import Place
     from protos.step import SchedulerOutput
 
+FAILED = [math.inf, -math.inf]
+"""How the first token's hidden states begin where there are none. Sums that are out of bounds are so in one place, and
+not numbers in all behind it."""
+
 
 def stage_layers(num_layers: int, place: Place) -> range:
     """Those of a worker's stage. Where they cannot all be of one size, the last ones before the last stage have a
@@ -46,7 +50,7 @@ def check_stages(spec: BasicSpec, place: Place) -> None:
 class StageLink:
     """What a worker has from the stage before its own, and gives to the one behind: hidden states [T, hidden size].
 
-    A stage that fails gives NaNs, and so do those behind it: they fail as well, and all are ready for the next step.
+    A stage that fails gives a mark, and so do those behind it: they fail as well, and all are ready for the next step.
     """
 
     def __init__(self, spec: BasicSpec, policy: DevicePolicy) -> None:
@@ -63,13 +67,17 @@ class StageLink:
 
     def check(self, hidden: torch.Tensor | None) -> None:
         """Raises RuntimeError if they are those of a stage that failed."""
-        if hidden is not None and hidden[0, 0].isnan():
+        if hidden is not None and hidden[0, : len(FAILED)].tolist() == FAILED:
             raise RuntimeError("the stage before it failed")
 
     def send(self, hidden: torch.Tensor | None, step: SchedulerOutput) -> None:
         """Of a step's tokens, None if it failed. Nothing in the last stage."""
-        if self._sends:
-            self._workers.send(self._empty(step).fill_(math.nan) if hidden is None else hidden)
+        if not self._sends:
+            return
+        if hidden is None:
+            hidden = self._empty(step).zero_()
+            hidden[0, : len(FAILED)] = torch.tensor(FAILED)
+        self._workers.send(hidden)
 
     def _empty(self, step: SchedulerOutput) -> torch.Tensor:
         assert isinstance(self._spec, ModelSpec)

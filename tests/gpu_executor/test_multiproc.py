@@ -220,6 +220,16 @@ class TestSteps:
             else:
                 assert len(run_step(executor, step_id)) == 1
 
+    def test_that_failed_is_over_before_an_early_stage_has_told_of_its_part(self, start: Started) -> None:
+        executor = start({0: {"fail": 1}, 1: {"fail": 1}}, tensor_parallel_size=1, pipeline_parallel_size=2)
+        run_step(executor, 0)
+        os.kill(executor.workers[0].pid, signal.SIGSTOP)
+        with pytest.raises(StepFailedError):
+            run_step(executor, 1)
+        os.kill(executor.workers[0].pid, signal.SIGCONT)
+        executor._take_in(PATIENCE)
+        assert len(run_step(executor, 2)) == 1
+
     def test_that_fails_in_an_early_stage_alone_ends_all(self, start: Started, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("gpu_executor.group.FAILURE_SECONDS", 0.1)
         executor = start({0: {"fail": 1}}, tensor_parallel_size=1, pipeline_parallel_size=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -187,6 +188,24 @@ def test_a_step_that_fails_in_a_stage_fails_behind_it_and_the_next_goes_on(guilt
     assert sum(any(failed) for failed in staged.executor.failed.values()) == 2
     assert alone.tokens == staged.tokens
     assert set(staged.ends.values()) == {FinishReason.MAX_TOKENS}
+
+
+def test_hidden_states_that_are_no_numbers_end_their_row_alone_as_in_one_stage(two: Ranks, tmp_path: Path):
+    save_tiny(tmp_path, "LlamaForCausalLM", **UNTIED)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"][5] = math.nan
+    save_file(weights, path)
+    ends = []
+    for engine in engines(tmp_path, two):
+        engine.add([5, 6, 7], 8)
+        engine.add([8, 9, 5], 8)
+        engine.add([8, 9, 10], 8)
+        engine.run()
+        ends.append((engine.ends, engine.tokens[2]))
+    assert ends[0] == ends[1]
+    assert [ends[0][0][handle] for handle in range(3)] == [FinishReason.INVALID] * 2 + [FinishReason.MAX_TOKENS]
+    assert not any(any(failed) for failed in engine.executor.failed.values())
 
 
 @pytest.fixture(scope="module")
