@@ -166,6 +166,31 @@ def test_request_that_is_alone_is_given_up_after_the_second_time():
     assert guilty.sink.log[0][0] == "failed"
 
 
+def test_suspects_of_a_place_that_stays_empty_are_tried_in_another_one_at_a_time():
+    rig = Rig()
+    for handle in (1, 2, 3):
+        rig.add(handle)
+    other = Recovery(rig.processor, rig.live.__contains__, 3, core=1)
+    assert [state.handle for state in rig.recovery.core_died([1, 2], was_killed=False)] == [3]
+    suspects = rig.recovery.give_suspects_away()
+    assert [message.handle for message in other.take_suspects(suspects)] == [1]
+    assert [state.core for state in suspects] == [1, 1]
+    assert list(other.take_suspects([])) == []
+    assert list(rig.recovery.core_started()) == []
+    assert [state.handle for state in other.core_died([1], was_killed=False)] == []
+    assert [message.handle for message in other.core_started()] == [2]
+    assert suspects[0].strikes == 1
+
+
+def test_while_others_serve_a_core_is_replaced_for_ever_if_at_all():
+    recovery = Rig(most_in_vain=2).recovery
+    delays = [recovery.next_delay(others_serve=True) for _ in range(40)]
+    assert delays == sorted(delays)
+    assert delays[-1] == MAX_BACKOFF_SECONDS
+    assert recovery.next_delay() is None
+    assert Rig(most_in_vain=0).recovery.next_delay(others_serve=True) is None
+
+
 def test_none_is_given_up_for_deaths_in_company():
     rig = Rig()
     states = [rig.add(handle) for handle in (1, 2)]

@@ -171,7 +171,7 @@ def test_the_engine_ends_with_its_last_core():
     assert "SIGKILL" in str(run(main))
 
 
-def test_a_place_that_stays_empty_is_tried_again_while_another_serves():
+def test_a_place_that_stays_empty_is_tried_again_while_another_serves_those_it_had_just_begun_with():
     async def main():
         async with two_cores(server={"max_core_restarts": 1}) as (llm, _, _):
             slot, tries = slots(llm)[0], []
@@ -187,9 +187,8 @@ def test_a_place_that_stays_empty_is_tried_again_while_another_serves():
             slot.recovery.next_delay = lambda others_serve, ask=slot.recovery.next_delay: (
                 None if ask(others_serve) is None else 0.0
             )
-            os.kill(slot.core.pid, signal.SIGKILL)
-            await until(lambda: slot.is_late)
-            assert (await generate(llm, "x")).output_tokens == 8
+            poison(llm, slot)
+            assert (await generate(llm, "the first core is as good as the other", 666)).output_tokens == 666
             await until(lambda: slot.is_up and len(tries) == 3)
 
     run(main)
