@@ -28,7 +28,7 @@ class PrefixMap:
     """For each short hash the set of cores that hold the block, as bits of a number.
 
     A core is taken to hold what it told, and what requests will leave there that it was given: so a burst of equal
-    prompts meets before the first one is computed. About 150 bytes per block of each core.
+    prompts meets before the first one is computed. About 180 bytes per block of each core.
     """
 
     def __init__(self, num_cores: int) -> None:
