@@ -89,16 +89,16 @@ class AsyncLLM:
         max_core_restarts: int = DEFAULT_CORE_RESTARTS,
         hang_timeout: float = math.inf,
         on_progress: Callable[[int, int], None] | None = None,
-        door: Door | None = None,
+        doors: Sequence[Door] = (),
     ) -> AsyncLLM:
         """Starts the core processes for the configured model. Raises StartupError, one line, if that fails.
 
         The tokenizer is read while the cores load the weights. A core that is silent for `hang_timeout` seconds
-        is taken for dead. Other front ends reach it at `door`.
+        is taken for dead. Other front ends reach the cores at `doors`.
         """
         eos_token_ids, loading = await open_model(config.model.model, served_name)
         try:
-            cores = await start_cores(local_cores(config, eos_token_ids, hang_timeout, door), on_progress)
+            cores = await start_cores(local_cores(config, eos_token_ids, hang_timeout, doors), on_progress)
         except BaseException:
             loading.cancel()
             raise

@@ -34,6 +34,8 @@ async def serve_core(
     options = config.server
     if not options.secret_file:
         raise InvalidRequestError("secret_file", "is needed: who knows it may use the core")
+    if (count := config.parallel.data_parallel_size) > 1:
+        raise InvalidRequestError("data_parallel_size", f"a core that listens is one: start {count} of them")
     secret = read_secret(Path(options.secret_file))
     if options.listen.startswith("unix:"):
         raise InvalidRequestError("listen", f"must be HOST:PORT, not {options.listen!r}")
@@ -52,7 +54,7 @@ async def serve_core(
                 max_core_restarts=options.max_core_restarts,
                 hang_timeout=options.hang_timeout,
                 on_progress=on_progress,
-                door=Door(listener, secret, digest),
+                doors=[Door(listener, secret, digest)],
             )
         )
         stopped = asyncio.create_task(stop.wait())

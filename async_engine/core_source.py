@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from async_engine.core_client import CoreClient
 from async_engine.core_entrance import CoreUnreachableError
 from async_engine.core_process import pinned
-from protos.errors import InvalidRequestError, StartupError
+from protos.errors import StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from async_engine.core_process import Door
     from protos.config import EngineConfig
@@ -36,18 +36,17 @@ class CoreSource:
 
 
 def local_cores(
-    config: EngineConfig, eos_token_ids: tuple[int, ...], hang_timeout: float, door: Door | None = None
+    config: EngineConfig, eos_token_ids: tuple[int, ...], hang_timeout: float, doors: Sequence[Door] = ()
 ) -> list[CoreSource]:
-    """As many processes on this machine as the config says. On GPUs each has its own. Others reach a single one at
-    `door`."""
+    """As many processes on this machine as the config says. On GPUs each has its own. Others reach them at `doors`, one
+    for each, if there are any."""
     count = config.parallel.data_parallel_size
-    if count == 1:
-        return [_local_core("the core", config, eos_token_ids, hang_timeout, door, {})]
-    if door is not None:
-        raise InvalidRequestError("data_parallel_size", f"a core that listens is one: start {count} of them")
+    each_door: Sequence[Door | None] = doors or [None] * count
+    names = ["the core"] if count == 1 else [f"core {number}" for number in range(count)]
+    environments = [{}] if count == 1 else own_devices(config)
     return [
-        _local_core(f"core {number}", config, eos_token_ids, hang_timeout, None, environment)
-        for number, environment in enumerate(own_devices(config))
+        _local_core(name, config, eos_token_ids, hang_timeout, door, environment)
+        for name, door, environment in zip(names, each_door, environments, strict=True)
     ]
 
 

@@ -235,8 +235,8 @@ class Cores(NamedTuple):
 
     addresses: tuple[str, ...] = ()
     secret: bytes = b""
-    door: Door | None = None
-    """Of a core of our own."""
+    doors: tuple[Door, ...] = ()
+    """Of cores of our own."""
 
 
 async def find_cores(config: ServeConfig) -> Cores:
@@ -254,8 +254,9 @@ async def find_cores(config: ServeConfig) -> Cores:
         raise InvalidRequestError("secret_file", "is of use with --core only")
     if options.frontends == 1:
         return Cores()
-    address, secret = abstract_address(), secrets.token_bytes(32)
-    return Cores((address,), secret, Door(listen_at(address), secret, await digest_model(config.model.model)))
+    secret, digest = secrets.token_bytes(32), await digest_model(config.model.model)
+    addresses = tuple(abstract_address() for _ in range(config.parallel.data_parallel_size))
+    return Cores(addresses, secret, tuple(Door(listen_at(address), secret, digest) for address in addresses))
 
 
 async def _make_engine(config: ServeConfig, cores: Cores, on_progress: Callable[[int, int], None] | None) -> AsyncLLM:
@@ -269,7 +270,7 @@ async def _make_engine(config: ServeConfig, cores: Cores, on_progress: Callable[
     }
     if config.scale.core:
         return await AsyncLLM.join(cores.addresses, cores.secret, config.model.model, **common)
-    return await AsyncLLM.start(config.engine, door=cores.door, **common)
+    return await AsyncLLM.start(config.engine, doors=cores.doors, **common)
 
 
 async def serve(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, ClassVar
 
-from async_engine import async_llm, cli
+from async_engine import cli, core_source
 from async_engine.bench.stamps import StampWriter
 from async_engine.core_client import CoreClient
 from protos.child_process import die_with_parent
@@ -32,5 +32,5 @@ class StampedCore(CoreClient):
 if __name__ == "__main__":
     die_with_parent()
     StampedCore.stamps = StampWriter(sys.argv[1])
-    vars(async_llm)["CoreClient"] = StampedCore
+    vars(core_source)["CoreClient"] = StampedCore
     sys.exit(cli.main(sys.argv[2:]))
