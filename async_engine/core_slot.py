@@ -114,6 +114,8 @@ class CoreSlot:
                 error = failure
                 self._stay_down(owner)
                 continue
+            if not self._source.is_ours:
+                self.recovery.core_found()
             await owner.prepare(self)
             # No await from here on: what was submitted meanwhile is told with the others.
             self.is_up, self.is_late = True, False

@@ -33,6 +33,8 @@ class CoreSource:
     name: str
     """For the log."""
     start: Callable[[CoreReady | None, Callable[[int, int], None] | None], Awaitable[CoreClient]]
+    is_ours: bool = True
+    """Whether how often it is replaced is for us to say."""
 
 
 def local_cores(
@@ -98,7 +100,7 @@ def remote_core(address: str, secret: bytes, hang_timeout: float) -> CoreSource:
                 raise StartupError(f"the core at {address} came back as another one")
             return core
 
-    return CoreSource(f"the core at {address}", start)
+    return CoreSource(f"the core at {address}", start, is_ours=False)
 
 
 def _replaces(core: CoreReady, before: CoreReady) -> bool:

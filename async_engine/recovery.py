@@ -108,6 +108,10 @@ class Recovery:
         if tried is None or tried.has_progressed or not self._is_in_core(tried):
             yield from self._try_next()
 
+    def core_found(self) -> None:
+        """That it can be reached is all that could be hoped for of a core which others replace."""
+        self._in_vain = 0
+
     def give_suspects_away(self) -> list[RequestState]:
         """For another core to try them."""
         suspects = list(self._suspects)

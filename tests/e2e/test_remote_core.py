@@ -147,6 +147,17 @@ def test_streams_go_on_when_the_core_is_killed_and_replaced_by_its_own_server(co
     run(main)
 
 
+def test_connection_that_is_lost_again_and_again_while_nothing_is_asked_is_made_again(core):
+    async def main():
+        async with await AsyncLLM.join([core.address], SECRET, max_core_restarts=1) as llm:
+            for cuts in range(1, 5):
+                llm.core._cut_off()
+                await until(lambda cuts=cuts: llm.cores.num_restarts == cuts and not llm.recovering)
+            assert await text_of(llm, requests(1)[0])
+
+    run(main)
+
+
 def test_core_that_is_away_is_waited_for_once_it_was_there(core, monkeypatch):
     monkeypatch.setattr(core_source, "RETRY_SECONDS", 0)
     join, attempts = CoreClient.join, []
