@@ -44,6 +44,7 @@ class Connection:
         self._outbox: queue.SimpleQueue[ToFrontEnd | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self._writer.start()
+        self._reader: threading.Thread | None = None
 
     def limit_silence(self, seconds: float) -> None:
         """The other side is gone when it has said nothing, or taken nothing, for so long."""
@@ -60,7 +61,8 @@ class Connection:
         raise EOFError("the front end left before saying hello")
 
     def start_reading(self, receive: Callable[[ToCore | None], None]) -> None:
-        threading.Thread(target=self._read, args=(receive,), name="reader", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(receive,), name="reader", daemon=True)
+        self._reader.start()
 
     @property
     def has_room(self) -> bool:
@@ -82,9 +84,14 @@ class Connection:
         self._outbox.put(None)
 
     def flush_and_close(self) -> None:
-        """Writes what is queued, then closes; gives up on a front end that does not read."""
+        """Writes what is queued, then closes; gives up on a front end that does not read.
+
+        The front end closes first: one that was just writing would see that fail, and never read our last words.
+        """
         self._outbox.put(None)
         self._writer.join(CLOSE_SECONDS)
+        if self._reader is not None:
+            self._reader.join(CLOSE_SECONDS)
         self._socket.close()
 
     def _cut(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from core_proc.connection import Connection
 from protos import codec
 from protos.config import EngineConfig
-from protos.messages import Abort, EngineCoreOutputs, Hello, Ping, Pong, Shutdown
+from protos.messages import Abort, CoreFailed, EngineCoreOutputs, Hello, Ping, Pong, Shutdown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -90,3 +91,23 @@ def test_sending_to_a_front_end_that_left_holds_nobody_up(sockets: tuple[socket.
     for _ in range(5000):  # far more than the queue holds
         connection.send(Pong())
     connection.flush_and_close()
+
+
+def test_other_side_closes_first_so_that_what_it_is_writing_does_not_cost_it_the_last_words(
+    sockets: tuple[socket.socket, socket.socket],
+) -> None:
+    connection, theirs = Connection(sockets[0]), sockets[1]
+    received: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
+    connection.start_reading(received.put)
+    connection.send(CoreFailed("the reason"))
+    closing = threading.Thread(target=connection.flush_and_close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    theirs.sendall(frames(Ping()))
+    assert received.get(timeout=TIMEOUT) == Ping()
+    assert list(codec.FrameDecoder(codec.to_front_end).feed(theirs.recv(1000))) == [CoreFailed("the reason")]
+    assert theirs.recv(1000) == b""
+    theirs.close()
+    closing.join(TIMEOUT)
+    assert not closing.is_alive()
