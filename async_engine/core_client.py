@@ -232,6 +232,7 @@ class CoreClient(asyncio.Protocol):
                 if not self._ready.done():
                     self._ready.set_result(message)
             case CoreFailed():
+                self.was_killed = message.was_killed
                 self._died(StartupError(message.message) if not self._ready.done() else CoreDiedError(message.message))
             case ControlReply():
                 reply = self._calls.get(message.call_id)
@@ -255,7 +256,8 @@ class CoreClient(asyncio.Protocol):
             return
         code = await asyncio.to_thread(self._process.wait)
         assert code is not None
-        self.was_killed = code == -signal.SIGKILL and not self._hung
+        if self._death is None:
+            self.was_killed = code == -signal.SIGKILL and not self._hung
         self._died(kind(f"the core process ended by {explain_exit(code)}"))
 
     def _died(self, error: TailraceError) -> None:

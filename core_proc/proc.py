@@ -284,7 +284,7 @@ def main() -> int:
         proc.run()
     except WorkersDiedError as error:
         logger.error("the core cannot go on: %s", error)
-        proc.clients.tell(CoreFailed(str(error)))
+        proc.clients.tell(CoreFailed(str(error), error.was_killed))
         return 1
     except StartupError as error:
         proc.clients.tell(CoreFailed(str(error)))

@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 
 class WorkersDiedError(Exception):
-    """A worker is gone, or no longer at one with the others: no step can be run any more. One line, which names it."""
+    """A worker is gone, or no longer at one with the others: no step can be run any more. One line, which names it.
+
+    `was_killed`: it was, from outside, as far as can be seen.
+    """
+
+    def __init__(self, message: str, was_killed: bool = False) -> None:
+        super().__init__(message)
+        self.was_killed = was_killed
 
 
 class StepFailedError(Exception):

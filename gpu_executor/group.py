@@ -58,6 +58,11 @@ class Member(Protocol):
         """To be asked after that."""
         ...
 
+    @property
+    def was_killed(self) -> bool:
+        """From outside, as far as can be seen; likewise."""
+        ...
+
     def state(self) -> str:
         """What it is doing, as far as can be seen from here."""
         ...
@@ -270,13 +275,13 @@ class WorkerGroup:
             died(self._lost(self._by_descriptor[descriptor]))
 
     def _lost(self, worker: Member) -> WorkersDiedError:
-        return self._die(f"{worker} {worker.how_it_ended()}; {self._where(worker)}")
+        return self._die(f"{worker} {worker.how_it_ended()}; {self._where(worker)}", worker.was_killed)
 
-    def _die(self, text: str) -> WorkersDiedError:
+    def _die(self, text: str, was_killed: bool = False) -> WorkersDiedError:
         """What all are told from now on: the first reason counts. Ends the other workers, which wait for nothing."""
         with self._lock:
             if self._death is None:
-                self._death = WorkersDiedError(text)
+                self._death = WorkersDiedError(text, was_killed)
                 for worker in self.workers:
                     worker.kill()
             return self._death

@@ -56,6 +56,11 @@ class RayWorker(Channel):
     def how_it_ended(self) -> str:
         return _how_it_ended(self._run)
 
+    @property
+    def was_killed(self) -> bool:
+        """Ray does not tell a crash from the end of a node."""
+        return True
+
     def state(self) -> str:
         return "connected"
 

@@ -47,6 +47,10 @@ class WorkerProcess(Channel):
             return "closed its socket"
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
+    @property
+    def was_killed(self) -> bool:
+        return self._process.returncode == -signal.SIGKILL
+
     def state(self) -> str:
         """The kernel's letter: R runs, S sleeps, D waits for a device, T is stopped, Z is dead."""
         try:

@@ -215,6 +215,8 @@ class CoreFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
     """Last message of a core that cannot go on: the root cause in one line."""
 
     message: str
+    was_killed: bool = False
+    """A worker was, from outside: that says little about the requests it was at."""
 
 
 class Admitted(msgspec.Struct, frozen=True, array_like=True):

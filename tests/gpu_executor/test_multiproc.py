@@ -244,8 +244,9 @@ class TestSteps:
         executor = start({guilty: {"fail": 1}})
         run_step(executor, 0)
         problem = rf"worker {guilty} .* failed in step 1 \(InjectedError: step 1\), not so worker {innocent} "
-        with pytest.raises(WorkersDiedError, match=problem):
+        with pytest.raises(WorkersDiedError, match=problem) as raised:
             run_steps(executor, 1)
+        assert not raised.value.was_killed
 
     def test_larger_than_the_ring_both_ways(self, start: Started) -> None:
         """The core is writing when the worker is, too: neither waits for the other for ever."""
@@ -280,7 +281,9 @@ class TestDeath:
             run_steps(executor, 4)
         with pytest.raises(WorkersDiedError, match=problem):
             executor.execute(step(1000))
-        assert str(start.deaths.get(timeout=PATIENCE)).startswith(f"worker {rank} ")
+        death = start.deaths.get(timeout=PATIENCE)
+        assert str(death).startswith(f"worker {rank} ")
+        assert death.was_killed
 
     def test_while_there_is_nothing_to_do_is_told_too_and_ends_the_others(self, start: Started) -> None:
         executor = start()

@@ -133,7 +133,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Shutdown: st.just(Shutdown()),
     LoadProgress: st.builds(LoadProgress, ints, ints),
     CoreReady: st.builds(CoreReady, sizes, sizes, sizes, sizes, text, text, sizes, sizes),
-    CoreFailed: st.builds(CoreFailed, text),
+    CoreFailed: st.builds(CoreFailed, text, st.booleans()),
     EngineCoreOutputs: st.builds(
         EngineCoreOutputs,
         handles=data,
