@@ -133,11 +133,11 @@ class HostWorkers(ConnectedWorkers):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.place.tensor_size == 1:
             return tensor
-        first, second, *others = self._exchange(tensor)
-        total = first + second
+        first, *others = self._exchange(tensor)
+        total = first.float()  # so that 16 bits are rounded to once, however many they are
         for other in others:
             total += other
-        return total
+        return total.to(tensor.dtype)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if self.place.tensor_size == 1 else torch.cat(self._exchange(tensor), -1)

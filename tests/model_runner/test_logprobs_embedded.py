@@ -19,7 +19,7 @@ REPORT = Sampling(logprobs=5, prompt_logprobs=5, logprob_token_ids=(1, 40000))
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine()
+    return Engine("float32")
 
 
 @pytest.fixture(scope="module")

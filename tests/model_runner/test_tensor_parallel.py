@@ -131,6 +131,22 @@ def test_a_sum_does_not_depend_on_batch_mates(four: Ranks):
         assert torch.equal(together, answers[0][0])
 
 
+def logits_in(workers: Workers | None, path: Path, dtype: str) -> torch.Tensor:
+    return chunk_logits(load(path, workers, dtype=dtype), TOKENS, ENDS)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("architecture", ["Olmo2ForCausalLM", "MixtralForCausalLM"])
+def test_sixteen_bit_logits_are_nearly_as_near_as_those_of_one_worker(
+    architecture: str, dtype: str, two: Ranks, tmp_path: Path
+):
+    """Each worker's part of a sum is rounded, and then the sum: three times instead of once."""
+    save_tiny(tmp_path, architecture, **FAMILIES[architecture] | {"initializer_range": 0.05})
+    exact, alone = logits_in(None, tmp_path, "float32"), logits_in(None, tmp_path, dtype)
+    for logits in two.run(logits_in, tmp_path, dtype):
+        assert 0 < (logits - exact).square().mean() < 5 * (alone - exact).square().mean()
+
+
 def gguf_logits(workers: Workers | None, path: Path, dtype: str) -> tuple[torch.Tensor, set[str]]:
     """And the names of the tensors that are kept as integers."""
     runner = load(path, workers, dtype=dtype)
