@@ -44,6 +44,9 @@ class Clients:
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._connections)
 
+    def __len__(self) -> int:
+        return len(self._connections)
+
     def begin(self, ready: CoreReady) -> None:
         """The engine can serve: all are told, and what they ask is read from now on."""
         with self._lock:

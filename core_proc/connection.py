@@ -117,7 +117,8 @@ class Connection:
         try:
             while (message := self._outbox.get()) is not None:
                 self._socket.sendall(codec.encode_frame(message))
-                if self._awaits_room and self._outbox.qsize() < MAX_QUEUED_MESSAGES:
+                # Half of it, so that the loop is not woken for each.
+                if self._awaits_room and self._outbox.qsize() <= MAX_QUEUED_MESSAGES // 2:
                     self._awaits_room = False
                     self.on_room()
         except OSError:

@@ -102,6 +102,8 @@ class EngineCoreProc:
         self._block_size = hello.config.cache.block_size
         self._grammars: GrammarCompiler | None = None
         self._stopping = False
+        self._nobody_takes = False
+        """Whether every front end has more to read than it should: a step would be for nobody."""
         self._stats_due = 0.0
         self._told_stats: CoreStats | None = None
         self._core: EngineCore
@@ -120,7 +122,7 @@ class EngineCoreProc:
     def run(self) -> None:
         """Steps until the owner leaves or asks to stop."""
         while not self._stopping:
-            if self._core.has_work and self._core.step(self._apply_aborts):
+            if not self._nobody_takes and self._core.has_work and self._core.step(self._apply_aborts):
                 self._send_outputs()
                 self._handle_messages()
             else:
@@ -173,6 +175,7 @@ class EngineCoreProc:
             case WorkersDiedError():
                 raise item
             case Event():
+                self._nobody_takes = False
                 scheduler.held_back = []  # until outputs are sent: there may be a step for it now
                 self._told_stats = None  # as far as that front end knows
 
@@ -233,6 +236,7 @@ class EngineCoreProc:
         """To each front end its own, but for those that do not take them: theirs wait, and so do their requests."""
         full = [connection.client for connection in self.clients if not connection.has_room]
         self._core.scheduler.held_back = full
+        self._nobody_takes = len(full) == len(self.clients)
         outputs = self._core.scheduler.events.take(full)
         stats = self._stats_to_tell(is_idle)
         for connection in self.clients:
@@ -250,9 +254,10 @@ class EngineCoreProc:
     def _stats_to_tell(self, is_idle: bool) -> CoreStats | None:
         """At times while steps run, and whenever they changed while none does."""
         now = time.monotonic()
-        if now < self._stats_due and not is_idle:
+        if self._nobody_takes or (now < self._stats_due and not is_idle):
             return None
-        self._stats_due = now + STATS_INTERVAL
+        if not is_idle:
+            self._stats_due = now + STATS_INTERVAL
         stats = self._core.scheduler.stats(self._core.num_steps_in_flight)
         if stats == self._told_stats:
             return None
