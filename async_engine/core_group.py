@@ -14,8 +14,9 @@ from async_engine.core_slot import CoreSlot
 from async_engine.prefix_map import prefix_hashes
 from async_engine.recovery import Recovery, resubmissions
 from async_engine.router import Router
+from async_engine.stats_table import StatsTable
 from protos.errors import CoreDiedError, RequestFailedError, StartupError, TailraceError
-from protos.messages import TOTALS, Abort, Control, CoreReady, CoreStats
+from protos.messages import Abort, Control, CoreReady, CoreStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -61,6 +62,7 @@ class CoreGroup:
         ]
         rows = [core.ready.max_num_seqs for _, core in cores]
         self._router = Router(rows, self.ready.block_size) if len(cores) > 1 else None
+        self._stats = StatsTable([core.ready.kv_capacity_tokens for _, core in cores])
         self._processor = processor
         self._is_live = is_live
         self._on_stats = on_stats
@@ -76,7 +78,7 @@ class CoreGroup:
     @property
     def stats(self) -> CoreStats:
         """What the cores told last, together, with the totals of those before them."""
-        return _sum([slot.stats for slot in self.slots], [slot.core.ready.kv_capacity_tokens for slot in self.slots])
+        return self._stats.sum()
 
     @property
     def num_restarts(self) -> int:
@@ -218,11 +220,13 @@ class CoreGroup:
                 slot.send(message)
         if outputs.stats is not None:
             slot.observe(outputs.stats)
+            self._stats.put(slot.number, slot.stats)
             if self._router is not None:
                 self._router.observe(slot.number, outputs.stats)
             self._on_stats(self.stats)
 
     def went_down(self, slot: CoreSlot, requests: list[RequestState]) -> None:
+        self._stats.put(slot.number, slot.stats)
         if self._router is not None:
             self._router.lost(slot.number)
         self._move(requests)
@@ -313,17 +317,3 @@ def _check_alike(cores: list[CoreReady]) -> None:
 def _together(cores: list[CoreReady]) -> CoreReady:
     summed = ("kv_capacity_tokens", "max_num_seqs", "weight_bytes", "kv_cache_bytes")
     return msgspec.structs.replace(cores[0], **{name: sum(getattr(core, name) for core in cores) for name in summed})
-
-
-def _sum(stats: list[CoreStats], capacities: list[int]) -> CoreStats:
-    """Of all cores; each one's KV usage counts by what it holds."""
-    if len(stats) == 1:
-        return stats[0]
-    used = sum(each.kv_usage * capacity for each, capacity in zip(stats, capacities, strict=True))
-    summed = ("running", "waiting", "steps_in_flight", *TOTALS)
-    return msgspec.structs.replace(
-        stats[0],
-        kv_usage=used / sum(capacities),
-        queue_seconds=max(each.queue_seconds for each in stats),
-        **{name: sum(getattr(each, name) for each in stats) for name in summed},
-    )
