@@ -26,6 +26,7 @@ SIZES = {1: 20.0, 8: 12.0, 64: 6.0, 512: 3.0}
 """Cores, and simulated seconds: fewer where more happens in each."""
 GROUPS_PER_CORE = 16
 WARM_UP = 1 / 3
+STEP = ("core schedule", "core update", "core send")
 ATTACH_MICROSECONDS, STREAM_MICROSECONDS = 16.0, 67.0
 """CPU of a front end per token with text, gRPC and all, by `tailrace bench null`."""
 LOADS: dict[str, dict[str, Any]] = {
@@ -61,10 +62,10 @@ def row(fleet: Fleet, num_cores: int, seconds: float) -> list[str]:
     requests, tokens = watch.counts["submit"], watch.counts["outputs"]
     routing = watch.microseconds("hash", "route", "map", per=requests)
     # Shown by itself; what follows has it in it: what is sent on with requests, and taken in with outputs.
-    per_request = watch.microseconds("submit", "hash", per=requests)
+    per_request = watch.microseconds("enter", "hash", "submit", per=requests)
     per_token = watch.microseconds("outputs", per=tokens)
-    step = watch.microseconds("core step", per=watch.counts["core step"])
-    core_loop = (watch.seconds["core step"] + watch.seconds["core request"]) / sum(c.busy_seconds for c in fleet.cores)
+    step = watch.microseconds(*STEP, per=watch.counts["core schedule"])
+    core_loop = sum(map(watch.seconds, (*STEP, "core request"))) / sum(c.busy_seconds for c in fleet.cores)
     arriving, drawn = len(first) / window, fleet.tokens_counted / window
     busy = (arriving * per_request + drawn * per_token) / 1e6
     with_grpc = [(arriving * per_request + drawn * each) / 1e6 for each in (ATTACH_MICROSECONDS, STREAM_MICROSECONDS)]
@@ -81,8 +82,8 @@ def row(fleet: Fleet, num_cores: int, seconds: float) -> list[str]:
         f"{per_request:.0f}, {per_token:.1f}",
         f"{step:.0f}",
         f"{core_loop:.1%}",
-        f"{busy:.2g}",
-        "{:.2g} / {:.2g}".format(*with_grpc),
+        f"{busy:.3g}",
+        "{:.3g} / {:.3g}".format(*with_grpc),
     ]
 
 
