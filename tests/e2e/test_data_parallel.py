@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -96,8 +97,14 @@ def poison(llm, slot):
     def deadly(message):
         send(message)
         if isinstance(message, EngineCoreRequest) and message.max_tokens == 666:
+            # Held, so that what it was at when it died is what we say.
+            pid = slot.core.pid
+            os.kill(pid, signal.SIGSTOP)
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                pass
             slot.core._process._black_box.write([(OWNER, message.handle)])
-            os.kill(slot.core.pid, signal.SIGABRT)
+            os.kill(pid, signal.SIGABRT)
+            os.kill(pid, signal.SIGCONT)
 
     slot.core.send = deadly
 
