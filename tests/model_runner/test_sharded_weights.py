@@ -14,14 +14,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGUFWriter
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from gpu_executor.worker import Worker
 from kernels.reference import ReferenceOps
 from model_runner.device import DevicePolicy
 from model_runner.layers.vocabulary import Vocabulary
 from model_runner.parallel import Workers
 from protos.architectures import ARCHITECTURES
 from protos.config import EngineConfig, build
+from protos.errors import StartupError
 from protos.place import Place
 from tests.model_runner.gguf_files import gguf_name, write_gguf
 from tests.model_runner.hostile import write_directory
@@ -81,6 +83,16 @@ def test_parts_of_a_gguf_file(architecture: str, kind: str, tmp_path: Path):
 def test_parts_of_dummy_weights_are_of_the_same_model(architecture: str, tmp_path: Path):
     save_tiny(tmp_path, architecture, **FAMILIES[architecture])
     assert_parts(tmp_path, load_format="dummy")
+
+
+def test_a_tensor_as_small_as_a_part_is_refused_by_the_shape_of_the_whole(tmp_path: Path):
+    save_tiny(tmp_path, "LlamaForCausalLM")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file(weights | {name: weights[name][:48].clone()}, tmp_path / "model.safetensors")
+    config = build(EngineConfig, model=str(tmp_path), num_kv_blocks=8, num_threads=1)
+    with pytest.raises(StartupError, match=rf"{name} has shape \[48, 64\], the config says \[96, 64\]$"):
+        Worker(config, (), Place(tensor_size=2, rendezvous="nowhere://x")).load(lambda done, total: None)
 
 
 @pytest.mark.parametrize("vocab_size", [8, 9, 5], ids=["even", "one short", "one with none"])
