@@ -71,6 +71,17 @@ def test_a_short_prefix_is_not_worth_much_load():
     assert routes.route(*prompt(1, 4)).core == 0
 
 
+def test_among_many_sequences_some_more_are_not_much():
+    routes = router(num_rows=512)
+    hashes, num_tokens = prompt(1, 2000)
+    routes.update(0, changes(hashes))
+    for core, running in enumerate((240, 200, 200)):
+        routes.observe(core, msgspec.structs.replace(NO_STATS, running=running))
+    assert routes.route(hashes, num_tokens).core == 0
+    routes.observe(0, msgspec.structs.replace(NO_STATS, running=270))
+    assert routes.route(hashes, num_tokens).core == 1
+
+
 @pytest.mark.parametrize("blocks", [64, 2000])
 def test_a_prefix_that_many_want_comes_to_be_in_several_cores(blocks):
     routes = router()

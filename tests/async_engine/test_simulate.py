@@ -9,6 +9,7 @@ from tests.bench.fleet import Fleet
 from tests.bench.fleet_load import Load
 from tests.bench.step_models import DEVICES
 from tests.core_proc.harness import ManualClock
+from tests.core_proc.plant import PLAIN
 
 TALK = Load(rate=10, seconds=2, groups=4, prefix=64, output=(16, 48), turns=3, think=(0.1, 0.3))
 
@@ -37,6 +38,14 @@ def test_turns_find_what_was_said_before_wherever_it_is():
     # All of a turn before but a part of a block is the head of the next one.
     assert fleet.results().hit_rate > 0.5
     assert play(Load(**{**vars(TALK), "turns": 1})).results().hit_rate < 0.35
+
+
+def test_a_turn_is_behind_the_one_before_and_its_answer():
+    visit = next(TALK.visits())
+    before, then = visit.make_prompt().tolist(), visit.then.make_prompt().tolist()
+    said = before + [PLAIN] * visit.length
+    assert then[: len(said)] == said
+    assert len(said) < len(then) <= TALK.longest
 
 
 def test_the_same_seed_gives_the_same_to_the_token():
