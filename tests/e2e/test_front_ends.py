@@ -221,7 +221,7 @@ def test_operators_see_and_pause_both(server):
     status = admin.GetStatus(admin_pb2.GetStatusRequest())
     assert status.live_requests == 2
     health = [health_pb2_grpc.HealthStub(channel) for channel in channels]
-    streams = [stub.Watch(health_pb2.HealthCheckRequest()) for stub in health]
+    streams = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=30) for stub in health]
     assert [next(stream).status for stream in streams] == [health_pb2.HealthCheckResponse.SERVING] * 2
     admin.Pause(admin_pb2.PauseRequest())
     assert [next(stream).status for stream in streams] == [health_pb2.HealthCheckResponse.NOT_SERVING] * 2
@@ -260,6 +260,23 @@ def test_front_end_that_is_killed_loses_its_own_streams_which_resume_and_is_repl
     assert finished(server) >= before + 2  # what it had counted is not lost with it
     for stub in server.stubs():
         assert expected(stub, 3, 250) == wanted
+
+
+def test_front_end_that_comes_later_is_paused_as_all_are(server):
+    admin = server.admin()
+    admin.Pause(admin_pb2.PauseRequest())
+    os.kill(server.other, signal.SIGKILL)
+    server.wait_logged("front end 1 serves again")
+    health = [health_pb2_grpc.HealthStub(channel) for channel in server.channels()]
+    streams = [stub.Watch(health_pb2.HealthCheckRequest(), timeout=30) for stub in health]
+    statuses = health_pb2.HealthCheckResponse
+    for stream in streams:
+        while next(stream).status != statuses.NOT_SERVING:  # it may have served for a moment
+            pass
+    admin.Resume(admin_pb2.ResumeRequest())
+    assert [next(stream).status for stream in streams] == [statuses.SERVING] * 2
+    for stream in streams:
+        stream.cancel()
 
 
 def test_second_server_on_the_port_is_refused(server, capsys):
