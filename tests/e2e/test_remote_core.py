@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -107,11 +108,15 @@ class Wire:
 
 
 def test_server_over_a_remote_core_serves_and_says_what_it_holds(core, secret_file):
-    with ServerProcess("--listen", "127.0.0.1:0", "--core", core.address, "--secret-file", secret_file) as server:
+    arguments = ("--listen", "127.0.0.1:0", "--core", core.address, "--secret-file", secret_file, "--frontends", "2")
+    with ServerProcess(*arguments) as server:
         (line,) = server.wait_ready().lines
         assert "null, scripted tokens" in line
-        assert children(server.process.pid) == []
-        assert Streams(server.address, 3, max_tokens=20).join() == ["summary"] * 3
+        assert "2 front ends" in line
+        (other,) = children(server.process.pid)
+        assert "front_end" in Path(f"/proc/{other}/cmdline").read_text()
+        for _ in range(4):  # of either
+            assert Streams(server.address, 3, max_tokens=20).join() == ["summary"] * 3
         assert server.stop() == 0
 
 
@@ -249,7 +254,7 @@ def test_wrong_secret_is_one_line(core, tmp_path):
 )
 def test_bad_options_are_one_line(command, arguments, problem, secret_file, capsys):
     arguments = [secret_file if argument == "SECRET" else argument for argument in arguments]
-    if command == "serve":
+    if "--listen" not in arguments:
         arguments += ["--listen", "127.0.0.1:0"]
     assert cli.main([command, *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
