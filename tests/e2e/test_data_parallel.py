@@ -53,7 +53,7 @@ def test_both_work_prefixes_meet_and_sums_are_told():
             assert llm.stats.running == llm.stats.waiting == 0
             assert metrics.registry.get_sample_value("tailrace_output_tokens_total") == 24 * 8
             llm.cores._router.map.audit()
-            later = [await generate(llm, prompt) for prompt in prompts[:4] * 2]
+            later = [await generate(llm, prompt) for prompt in prompts[:1] * 4 + prompts[1:2] * 4]
             return [[summary.cached_tokens for summary in each] for each in (summaries, later)]
 
     together, later = run(main)
@@ -181,13 +181,14 @@ def test_the_engine_ends_with_its_last_core():
 def test_a_place_that_stays_empty_is_tried_again_while_another_serves_those_it_had_just_begun_with():
     async def main():
         async with two_cores(server={"max_core_restarts": 1}) as (llm, _, _):
-            slot, tries = slots(llm)[0], []
+            slot, tries, served = slots(llm)[0], [], asyncio.Event()
             start = slot._source.start
 
             async def restart(before, on_progress):
                 tries.append(before)
                 if len(tries) < 3:
                     raise StartupError("no memory")
+                await served.wait()
                 return await start(before, on_progress)
 
             slot._source = CoreSource("late", restart)
@@ -196,6 +197,7 @@ def test_a_place_that_stays_empty_is_tried_again_while_another_serves_those_it_h
             )
             poison(llm, slot)
             assert (await generate(llm, "the first core is as good as the other", 666)).output_tokens == 666
+            served.set()
             await until(lambda: slot.is_up and len(tries) == 3)
 
     run(main)
