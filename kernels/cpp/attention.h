@@ -45,6 +45,8 @@ struct AttentionArgs {
 
 constexpr int PARTITION = 512;
 constexpr int TILE_ROWS = 48;
+// Below so many pairs of a query's and a key's dimension, waking threads that sleep costs more than it saves.
+constexpr int64_t PARALLEL_PAIRS = 1 << 20;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Most accumulators of a kernel, rows x vectors, that leave registers for the operands.
@@ -317,7 +319,7 @@ inline Scratch& thread_scratch() {
 // Whole tiles on each thread; used where there are enough of them.
 template <class T, int W>
 void attend_tiles(const AttentionArgs& args, const std::vector<Tile>& tiles) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(args.num_threads) if (tiles.size() > 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads(args.num_threads) if (args.num_threads > 1 && tiles.size() > 1)
   for (size_t i = 0; i < tiles.size(); i++) {
     Scratch& scratch = thread_scratch();
     TileAttention<T, W> tile(args, tiles[i], scratch);
@@ -372,18 +374,21 @@ void attend_parts(const AttentionArgs& args, const std::vector<Tile>& tiles) {
 }
 
 template <class T, int W>
-void attend(const AttentionArgs& args) {
+void attend(AttentionArgs args) {
   const int tile_queries = std::max(1, TILE_ROWS / (args.num_heads / args.num_kv_heads));
   std::vector<Tile> tiles;
   int longest = 0;
+  int64_t pairs = 0;
   for (int row = 0; row < args.num_rows; row++) {
     const int queries = args.query_starts[row + 1] - args.query_starts[row];
     if (queries > 0) longest = std::max(longest, args.seq_lens[row]);
+    pairs += (int64_t)queries * args.seq_lens[row] * args.num_heads * args.head_dim;
     // Late queries see most keys; the longest work goes first, so that threads end together.
     for (int first = (queries - 1) / tile_queries * tile_queries; queries > 0 && first >= 0; first -= tile_queries)
       for (int head = 0; head < args.num_kv_heads; head++)
         tiles.push_back({row, head, first, std::min(tile_queries, queries - first)});
   }
-  const bool split = longest > PARTITION && tiles.size() < 2 * (size_t)args.num_threads;
+  if (pairs < PARALLEL_PAIRS) args.num_threads = 1;
+  const bool split = args.num_threads > 1 && longest > PARTITION && tiles.size() < 2 * (size_t)args.num_threads;
   split ? attend_parts<T, W>(args, tiles) : attend_tiles<T, W>(args, tiles);
 }

@@ -6,7 +6,7 @@
 #include "simd.h"
 
 // Below this many numbers, waking threads costs more than it saves.
-constexpr int64_t PARALLEL_CELLS = 1 << 15;
+constexpr int64_t PARALLEL_CELLS = 1 << 17;
 
 // key and value [tokens, kv_heads, head_dim], rows `stride` apart, into the slots' blocks; slot -1 is skipped.
 template <class T>

@@ -15,6 +15,8 @@
 constexpr int TILE = 16;
 // Bytes of activations that the tiles pass over while they are in the cache.
 constexpr int64_t CHUNK_BYTES = 1 << 18;
+// Below so many products, waking threads that sleep costs more than it saves.
+constexpr int64_t PARALLEL_PRODUCTS = 1 << 23;
 
 // Vectors of 2 W signed 16-bit integers, and the sums of their neighbours' products.
 template <int W>
@@ -173,7 +175,7 @@ void quantised_linear(const QuantisedArgs& a) {
   std::unique_ptr<float[]> scales(new float[a.rows * groups]), sums(new float[a.rows * groups]);
   const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (2 * a.size) / BLOCK) * BLOCK;
   const int64_t num_chunks = (a.rows + chunk - 1) / chunk;
-#pragma omp parallel num_threads(a.threads)
+#pragma omp parallel num_threads(a.threads) if (a.rows * a.outputs * a.size > PARALLEL_PRODUCTS)
   {
 #pragma omp for
     for (int64_t r = 0; r < a.rows; r++)
