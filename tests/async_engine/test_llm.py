@@ -71,7 +71,7 @@ def test_close_ends_the_core_and_is_idempotent():
     process = engine._llm.core._process
     engine.close()
     engine.close()
-    assert process.poll() is not None
+    assert not process.is_running
 
 
 def test_sequences_of_one_prompt_are_told_apart_and_replay(llm):

@@ -95,7 +95,10 @@ def test_a_stream_that_ends_early_frees_its_requests(does, worker, way):
     before = worker.output_tokens
     outcome = does(way)
     worker.wait_live(0)
-    assert outcome == ({"first": None} if way == "cancel" else {"status": "StatusCode.DEADLINE_EXCEEDED"})
+    if way == "cancel":
+        assert outcome == {"first": None}
+    else:  # by our message or by the client's own clock, whichever is first
+        assert "deadline" in outcome["error"].lower()
     assert worker.output_tokens - before < 4000
 
 

@@ -60,7 +60,7 @@ def test_the_embedded_model_tells_its_files_and_the_tokenizer_works_by_itself(tm
     model, pieces, texts, ids, chat = run(main)
     assert list(model.eos_token_ids) == [2]
     assert (model.dtype, model.device, model.tool_format) == ("float32", "cpu", "")
-    assert model.weight_bytes > 10**8
+    assert 90e6 < model.weight_bytes < 100e6, "as in the file"
     assert max(len(piece.data) for piece in pieces) == 64 << 10
     files = {}
     for piece in pieces:

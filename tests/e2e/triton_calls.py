@@ -140,7 +140,7 @@ def deadline(client):
     while (error := answers.get(timeout=30)) is None:
         pass
     client.stop_stream()
-    return {"status": error.status()}
+    return {"error": error.message()}
 
 
 def asynchronous(address):
