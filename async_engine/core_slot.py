@@ -106,7 +106,8 @@ class CoreSlot:
                 self.error = error
                 self._stay_down(owner)
                 return
-            logger.error("%s: %s; starting another in %.1f s", self._source.name, error, delay)
+            who = "" if self._source.name in str(error) else f"{self._source.name}: "
+            logger.error("%s%s; starting another in %.1f s", who, error, delay)
             await asyncio.sleep(delay)
             try:
                 self.core = await self._source.start(before, None)
