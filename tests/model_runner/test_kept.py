@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from kernels.ops import make_ops
+from model_runner.device import DevicePolicy
+from model_runner.gguf_rows import QUANTISED_FORMATS
+from model_runner.layers.matrix import Matrix
 from model_runner.parallel import Workers
+from model_runner.shard import all_of
 from protos.architectures import ARCHITECTURES
 from protos.config import EngineConfig, build
 from protos.place import Place
@@ -80,3 +85,23 @@ def test_workers_keep_their_parts(architecture: str, tmp_path: Path):
             theirs = torch.cat([whole[name][place] for place, _ in pieces])
             ours = kept[name] if name in kept else torch.cat([view for _, view in target.pieces()])
             torch.testing.assert_close(ours[: len(theirs)], theirs, atol=0, rtol=0)
+
+
+def test_parts_that_cannot_be_one_product_are_several():
+    """Rows that end inside a tile, and floats among integers."""
+    cpu = torch.device("cpu")
+    policy = DevicePolicy(cpu, torch.float32, make_ops(cpu, 16, 1), 1, None, 1, keeps_integers=True)
+    counts = [16, 8, 32, 24, 40]
+    matrix = Matrix(counts, 64, policy)
+    target = matrix.target(0, tuple(all_of(count) for count in counts), all_of(64))
+    torch.manual_seed(0)
+    for kept, count in zip(target.kept, counts, strict=True):
+        if count == 24:
+            kept.floats().copy_(torch.randn(24, 64))
+        else:
+            values = torch.randint(-9, 9, (count, 64)).to(torch.int8)
+            kept.integers(QUANTISED_FORMATS[8]).fill(0, values, torch.rand(count, 2).half().float(), None)
+    parts = [kept.weights for kept in target.kept]
+    weights = torch.cat([part if isinstance(part, torch.Tensor) else torch.cat(list(part.chunks())) for part in parts])
+    x, bias = torch.randn(3, 64), torch.randn(120)
+    torch.testing.assert_close(matrix.times(x, bias), x @ weights.T + bias, atol=1e-2, rtol=0)
