@@ -46,17 +46,14 @@ class QuantisedFormat:
         """The same with scales and minimums."""
         return self.integer_bytes + TILE * self.scale_type.itemsize * (1 + self.has_minimums)
 
-    def check(self, inputs: int) -> None:
-        """Raises ValueError for a number of inputs that has no whole groups."""
-        if inputs % self.group:
-            raise ValueError(f"{inputs} inputs are not whole groups of {self.group}")
-
 
 class QuantisedMatrix:
     """Weights [outputs, inputs], filled rows by rows, in order."""
 
     def __init__(self, outputs: int, inputs: int, form: QuantisedFormat) -> None:
-        form.check(inputs)
+        """Raises ValueError for a number of inputs that has no whole groups."""
+        if inputs % form.group:
+            raise ValueError(f"{inputs} inputs are not whole groups of {form.group}")
         self.shape = outputs, inputs
         self.format = form
         self.num_groups = inputs // form.group

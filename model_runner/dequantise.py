@@ -71,7 +71,7 @@ def dequantise(data: Bytes, type_id: int) -> Floats:
 
 def integers(data: Bytes, type_id: int) -> Integers:
     """The weights of whole blocks, in order, as they are stored: values [groups, size of a group]. Raises KeyError for
-    other types than INTEGER_TYPES."""
+    a type that is not integers with a scale for each group."""
     values, scales, minimums = _INTEGERS[type_id](data.reshape(-1, BLOCK_FORMATS[type_id][2]))
     groups = values.reshape(scales.size, -1)
     return Integers(groups, scales.reshape(-1), None if minimums is None else minimums.reshape(-1))
@@ -129,5 +129,3 @@ _INTEGERS: dict[int, Callable[[Bytes], tuple[npt.NDArray[np.uint8 | np.int8], Fl
     14: q6_k,
 }
 """By ggml type id: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K. Each takes [blocks, bytes of a block]."""
-INTEGER_TYPES = frozenset(_INTEGERS)
-"""ggml types whose weights are integers with a scale for each group."""

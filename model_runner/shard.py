@@ -62,16 +62,22 @@ def vocabulary(size: int, place: Place) -> Shard:
     return Shard(size, first, min(rows, size - first))
 
 
+def spec_to_cut(spec: BasicSpec, flag: str) -> ModelSpec:
+    """The spec of a model that several workers are to share, as the flag wants. Raises StartupError if they cannot."""
+    if not isinstance(spec, ModelSpec):
+        raise StartupError(
+            f"{flag}: architecture {spec.architecture} is computed by transformers' own code, which is not cut; "
+            "leave it at 1"
+        )
+    return spec
+
+
 def check_sizes(spec: BasicSpec, place: Place) -> None:
     """Raises StartupError, with the sizes that would do, where the workers of a stage cannot share a model's layers."""
     size = place.tensor_size
     if size == 1:
         return
-    if not isinstance(spec, ModelSpec):
-        raise StartupError(
-            f"--tensor-parallel-size {size}: architecture {spec.architecture} is computed by transformers' own code, "
-            "which is not cut; leave it at 1"
-        )
+    spec = spec_to_cut(spec, f"--tensor-parallel-size {size}")
     if obstacle := _obstacle(spec, size):
         sizes = [str(other) for other in range(1, _MOST_WORKERS + 1) if not _obstacle(spec, other)]
         raise StartupError(

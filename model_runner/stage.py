@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.shard import spec_to_cut
 from protos.errors import StartupError
 from protos.model_spec import ModelSpec
 
@@ -36,14 +37,10 @@ def check_stages(spec: BasicSpec, place: Place) -> None:
     size = place.pipeline_size
     if size == 1:
         return
-    if not isinstance(spec, ModelSpec):
+    num_layers = spec_to_cut(spec, f"--pipeline-parallel-size {size}").num_layers
+    if size > num_layers:
         raise StartupError(
-            f"--pipeline-parallel-size {size}: architecture {spec.architecture} is computed by transformers' own code, "
-            "which is not cut; leave it at 1"
-        )
-    if size > spec.num_layers:
-        raise StartupError(
-            f"--pipeline-parallel-size {size} is more than the model has layers; it can be {spec.num_layers} at most"
+            f"--pipeline-parallel-size {size} is more than the model has layers; it can be {num_layers} at most"
         )
 
 
