@@ -108,8 +108,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _budget.get().tick()
-        if isinstance(text := getattr(__obj, "__self__", None), str):
-            _check_method(text, __obj.__name__, args, kwargs)
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja2 puts a function of its own around str.format
+        if isinstance(text := getattr(method, "__self__", None), str):
+            _check_method(text, method.__name__, args, kwargs)
         result = super().call(__context, __obj, *args, **kwargs)
         if isinstance(result, str):
             _budget.get().spend(len(result))
