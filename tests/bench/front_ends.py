@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from async_engine.bench.load import process_cpu_seconds
 from async_engine.bench.table import format_table
 from tests.e2e.serving import ROOT, ServerProcess, children
 
 NULL = ("null", "--listen", "127.0.0.1:0", "--log-level", "error")
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def load(address: str, concurrency: int, tokens: int) -> tuple[float, float]:
@@ -47,12 +42,13 @@ def measure(server: ServerProcess, options: argparse.Namespace) -> tuple[float, 
     pids = children(main)
     cores = [pid for pid in pids if "core_proc.proc" in Path(f"/proc/{pid}/cmdline").read_text()]
     front_ends = [main, *(pid for pid in pids if pid not in cores)]
-    before = [sum(map(cpu_seconds, group)) for group in (front_ends, cores)]
+    before = [sum(map(process_cpu_seconds, group)) for group in (front_ends, cores)]
     with ThreadPoolExecutor(options.loads) as pool:
         loads = [pool.submit(load, server.address, options.concurrency, options.tokens) for _ in range(options.loads)]
         results = [each.result() for each in loads]
     tokens = sum(count for count, _ in results)
-    used = [sum(map(cpu_seconds, group)) - start for group, start in zip((front_ends, cores), before, strict=True)]
+    after = [sum(map(process_cpu_seconds, group)) for group in (front_ends, cores)]
+    used = [end - start for end, start in zip(after, before, strict=True)]
     rate = tokens / statistics.mean(seconds for _, seconds in results)
     return rate, used[0] / tokens * 1e6, used[1] / tokens * 1e6
 

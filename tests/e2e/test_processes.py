@@ -9,12 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import grpc
 import pytest
 
 import async_engine  # noqa: F401
+from async_engine.bench.load import process_cpu_seconds
 from protos.tailrace.v1 import generation_pb2_grpc
 from tests.e2e.serving import ROOT, ServerProcess, children, is_alive, stream_request
 
@@ -242,17 +242,13 @@ def test_a_hung_core_does_not_keep_the_server_from_ending():
 
 
 def test_an_idle_server_uses_under_one_percent_of_a_cpu():
-    def cpu_seconds(pid):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
     with ServerProcess(*NULL) as server:
         server.wait_ready()
         Streams(server.address, 1, max_tokens=20).join()
         pids = [server.process.pid, server.core_pid]
-        before, start = sum(map(cpu_seconds, pids)), time.monotonic()
+        before, start = sum(map(process_cpu_seconds, pids)), time.monotonic()
         select.select([], [], [], 4)  # what is measured is doing nothing
-        used = sum(map(cpu_seconds, pids)) - before
+        used = sum(map(process_cpu_seconds, pids)) - before
         assert used / (time.monotonic() - start) < 0.01
         server.stop()
 
