@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kernels.reference_step import ReferenceStepOps
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kernels.quantised import QuantisedMatrix
 
 
-class ReferenceOps:
+class ReferenceOps(ReferenceStepOps):
     """Runs on any device; written to be read, not to be fast."""
 
     keeps_integers = False
@@ -67,14 +69,15 @@ class ReferenceOps:
         Row r owns tokens query_starts[r]:query_starts[r + 1], the last of its seq_lens[r] keys, which lie in
         the blocks of block_tables[r]. A query sees itself and what is before it, at most sliding_window keys
         (0 is all). Scores pass softcap * tanh(score / softcap) (0 leaves them). The three index tensors are
-        int32. Returns [tokens, heads, head_dim]; tokens beyond the last row's are left undefined.
+        int32. Returns [tokens, heads, head_dim]; tokens beyond the last row's, and those of rows with seq_lens 0,
+        which are padding, are left undefined.
         """
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         block_size = value_cache.shape[2]
         starts, lengths = query_starts.tolist(), seq_lens.tolist()
         for row, length in enumerate(lengths):
             first, end = starts[row], starts[row + 1]
-            if first == end:
+            if first == end or not length:
                 continue
             blocks = block_tables[row, : -(-length // block_size)].long()
             keys = key_cache[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.ops import make_ops
+from model_runner.host_copy import CudaCopier, copy_here
 from model_runner.parallel import Workers, make_workers
 from protos.config import MIB
 from protos.errors import StartupError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kernels.ops import Ops
+    from model_runner.host_copy import HostCopier
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
     from protos.place import Place
@@ -45,6 +47,10 @@ class DevicePolicy:
     workers: Workers = field(default_factory=Workers)
     keeps_integers: bool = False
     """Linear layers compute with the integers that a checkpoint has, instead of turning them into floats."""
+    shares_memory: bool = True
+    """The device computes on the host's memory: what numpy writes there, tensors see."""
+    to_host: HostCopier = copy_here
+    """Starts a copy of tensors to the host; nobody waits for the device before `wait` is called on what it returns."""
 
     @property
     def dtype_name(self) -> str:
@@ -52,7 +58,16 @@ class DevicePolicy:
 
     def tensor(self, array: npt.NDArray[np.generic[Any]]) -> torch.Tensor:
         """A copy or view of a numpy array on the device; on a CPU it shares the array's memory."""
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        if self.shares_memory:
+            return tensor
+        # Of pinned memory the copy is made whenever the device gets there; torch keeps the memory until then.
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def mirror(self, array: npt.NDArray[np.generic[Any]]) -> torch.Tensor:
+        """What the device has of an array of zeros that will change: its memory, or a tensor that is to be told."""
+        tensor = torch.from_numpy(array)
+        return tensor if self.shares_memory else torch.zeros_like(tensor, device=self.device)
 
     def free_memory(self) -> int:
         """Bytes that can be allocated now; of a host's memory, the share of one of its workers."""
@@ -91,6 +106,8 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         chunk_cells=1 << 18 if on_cpu else 1 << 26,
         workers=make_workers(place, device),
         keeps_integers=is_ours_to_choose and has_integers and ops.keeps_integers,
+        shares_memory=on_cpu,
+        to_host=copy_here if on_cpu else CudaCopier(device),
     )
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from kernels.reference_step import StepTensors
+
 if TYPE_CHECKING:
-    import torch
+    from model_runner.device import DevicePolicy
+    from model_runner.input_batch import InputBatch
+    from model_runner.prompt_spans import PromptSpans
+    from protos.step import SchedulerOutput
 
     KVCaches = dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of each layer of the stage."""
@@ -34,3 +42,61 @@ class ForwardBatch:
     kv_caches: KVCaches
     hidden: torch.Tensor | None = None
     """[T, hidden size] What the stage before has computed; None in the first, which begins with input_ids."""
+
+
+class ForwardBuffers:
+    """The memory that every step's tensors lie in, of the most tokens and rows a step has: a recorded step finds the
+    next one's where it found its own."""
+
+    def __init__(self, num_tokens: int, num_rows: int, batch: InputBatch, policy: DevicePolicy) -> None:
+        """`batch` is what steps are of."""
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=policy.device)
+
+        self._batch, self._policy = batch, policy
+        self._all = StepTensors(
+            input_ids=zeros(num_tokens, dtype=torch.int64),
+            positions=zeros(num_tokens, dtype=torch.int64),
+            slots=zeros(num_tokens, dtype=torch.int64),
+            query_starts=zeros(num_rows + 1),
+            seq_lens=zeros(num_rows),
+            block_tables=zeros(num_rows, batch.block_table.shape[1]),
+        )
+
+    def fill(self, step: SchedulerOutput, kv_caches: KVCaches, spans: PromptSpans | None = None) -> ForwardBatch:
+        """The batch of a step. It holds until the next one is filled."""
+        num_rows = len(step.rows)
+        query_starts = np.zeros(num_rows + 1, np.int32)
+        np.cumsum(step.counts, out=query_starts[1:])
+        num_tokens = int(query_starts[-1])
+        output_tokens = (query_starts[1:] - 1)[step.samples].astype(np.int64)
+        if spans is not None:
+            output_tokens = np.concatenate([output_tokens, spans.tokens])
+        width = -(-int((step.starts + step.counts).max()) // self._batch.block_size)
+        tensors = self._view(num_tokens, num_rows, width)
+        self._fill(step, query_starts, tensors)
+        return ForwardBatch(*tensors, self._policy.tensor(output_tokens), kv_caches)
+
+    def _view(self, num_tokens: int, num_rows: int, width: int) -> StepTensors:
+        everything = self._all
+        return StepTensors(
+            everything.input_ids[:num_tokens],
+            everything.positions[:num_tokens],
+            everything.slots[:num_tokens],
+            everything.query_starts[: num_rows + 1],
+            everything.seq_lens[:num_rows],
+            everything.block_tables[:num_rows, :width],
+        )
+
+    def _fill(
+        self, step: SchedulerOutput, query_starts: np.ndarray[tuple[int], np.dtype[np.int32]], tensors: StepTensors
+    ) -> None:
+        num_rows, batch = len(step.rows), self._batch
+        # One copy to the device for all of it.
+        packed = self._policy.tensor(np.concatenate([step.rows, step.starts, query_starts]))
+        rows, starts, ends = packed.tensor_split([num_rows, 2 * num_rows])
+        num_tokens = int(query_starts[-1])
+        self._policy.ops.step_tensors(
+            batch.token_table, batch.block_table, rows, starts, ends, num_tokens, batch.block_size, tensors
+        )

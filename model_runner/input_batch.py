@@ -1,7 +1,8 @@
-"""InputBatch: the requests that run, as columns; steps change it and are turned into tensors by it.
+"""InputBatch: the requests that run, as columns, which steps change.
 
 The core names rows and sends only what changes. Everything a row needs in a step is looked up here by
-its number, for all rows of the step at once.
+its number, for all rows of the step at once. Tokens and blocks are on the device too: what is drawn there
+is computed next without having been here.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from model_runner.features import NO_LISTS, PROMPT_LOGPROBS, TokenLists, features, token_lists
-from model_runner.forward_batch import ForwardBatch
 from model_runner.prompt_spans import PromptSpans, prompt_spans
 
 if TYPE_CHECKING:
+    import torch
+
     from model_runner.device import DevicePolicy
-    from model_runner.forward_batch import KVCaches
     from protos.step import NewRow, SchedulerOutput
 
 Int32s = npt.NDArray[np.int32]
@@ -29,12 +30,16 @@ class InputBatch:
     def __init__(
         self, num_rows: int, max_model_len: int, block_size: int, eos_token_ids: tuple[int, ...], policy: DevicePolicy
     ) -> None:
-        self._block_size = block_size
+        self.block_size = block_size
         self._eos_token_ids = eos_token_ids
         self._policy = policy
         # zeros, not filled: pages that no sequence reaches are never resident.
         self.token_ids: Int32s = np.zeros((num_rows, max_model_len + 1), np.int32)
+        """Without what was drawn since the row was entered, where the device has memory of its own."""
         self.block_tables: Int32s = np.zeros((num_rows, -(-max_model_len // block_size)), np.int32)
+        self.token_table: torch.Tensor = policy.mirror(self.token_ids)
+        """On the device, with all tokens, drawn ones too."""
+        self.block_table: torch.Tensor = policy.mirror(self.block_tables)
         self.num_blocks: Int32s = np.zeros(num_rows, np.int32)
         self.num_prompt_tokens: Int32s = np.zeros(num_rows, np.int32)
         self.temperature: npt.NDArray[np.float32] = np.zeros(num_rows, np.float32)
@@ -62,13 +67,16 @@ class InputBatch:
         if len(step.block_rows):
             self._append_blocks(step.block_rows, step.block_ids)
         if len(step.last_ids):
-            self.token_ids[step.rows, step.starts + step.counts - 1] = step.last_ids
+            self.record(step.rows, step.starts + step.counts - 1, self._policy.tensor(step.last_ids))
 
     def _enter(self, new_row: NewRow) -> None:
         row, sampling = new_row.row, new_row.sampling
         self.token_ids[row, : len(new_row.token_ids)] = new_row.token_ids
         self.block_tables[row, : len(new_row.block_ids)] = new_row.block_ids
         self.num_blocks[row] = len(new_row.block_ids)
+        if not self._policy.shares_memory:
+            for table, ids in ((self.token_table, new_row.token_ids), (self.block_table, new_row.block_ids)):
+                table[row, : len(ids)] = self._policy.tensor(np.asarray(ids, np.int32))
         self.num_prompt_tokens[row] = new_row.num_prompt_tokens
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k, np.iinfo(np.int32).max)
@@ -92,8 +100,12 @@ class InputBatch:
         order = np.argsort(rows, kind="stable")
         in_order = rows[order]
         nth = np.arange(len(rows)) - np.searchsorted(in_order, in_order)
-        self.block_tables[in_order, self.num_blocks[in_order] + nth] = block_ids[order]
+        places, blocks = self.num_blocks[in_order] + nth, block_ids[order]
+        self.block_tables[in_order, places] = blocks
         np.add.at(self.num_blocks, rows, 1)
+        if not self._policy.shares_memory:
+            on_device = self._policy.tensor(np.stack([in_order, places, blocks]))
+            self.block_table[on_device[0].long(), on_device[1].long()] = on_device[2].int()
 
     def prompt_spans(self, step: SchedulerOutput) -> PromptSpans | None:
         """The prompt tokens whose log-probabilities the step tells, if there are any."""
@@ -102,44 +114,7 @@ class InputBatch:
             return None
         return prompt_spans(step, asking, self.prompt_logprobs_from[step.rows], self.num_prompt_tokens[step.rows])
 
-    def forward_batch(
-        self,
-        step: SchedulerOutput,
-        kv_caches: KVCaches,
-        spans: PromptSpans | None = None,
-    ) -> ForwardBatch:
-        """The tensors of the step. They own their memory: later steps may change the columns."""
-        rows, counts = step.rows, step.counts
-        query_starts = np.zeros(len(rows) + 1, np.int32)
-        np.cumsum(counts, out=query_starts[1:])
-        total = int(query_starts[-1])
-        if total == len(rows):  # every row computes one token
-            token_rows, positions = rows, step.starts.astype(np.int64)
-        else:
-            token_rows = np.repeat(rows, counts)
-            positions = np.arange(total, dtype=np.int64) + np.repeat(step.starts - query_starts[:-1], counts)
-        blocks, offsets = np.divmod(positions, self._block_size)
-        seq_lens = step.starts + counts
-        table_width = -(-int(seq_lens.max()) // self._block_size)
-        output_tokens = (query_starts[1:] - 1)[step.samples].astype(np.int64)
-        if spans is not None:
-            output_tokens = np.concatenate([output_tokens, spans.tokens])
-        tensor = self._policy.tensor
-        return ForwardBatch(
-            input_ids=tensor(self.token_ids[token_rows, positions].astype(np.int64)),
-            positions=tensor(positions),
-            slots=tensor(self.block_tables[token_rows, blocks] * np.int64(self._block_size) + offsets),
-            query_starts=tensor(query_starts),
-            seq_lens=tensor(seq_lens),
-            block_tables=tensor(self.block_tables[rows, :table_width]),
-            output_tokens=tensor(output_tokens),
-            kv_caches=kv_caches,
-        )
-
-    def record(self, rows: Int32s, positions: Int32s, token_ids: Int32s) -> None:
-        """Drawn tokens become known ones: what the next step computes.
-
-        A row that drew none (-1) may be in the next step already. Its result there will be ignored, but
-        it must be a token.
-        """
-        self.token_ids[rows, positions] = np.maximum(token_ids, 0)
+    def record(self, rows: Int32s, positions: Int32s, token_ids: torch.Tensor) -> None:
+        """Tokens drawn [S] int32, on the device, become known ones there: what the next step computes."""
+        on_device = self._policy.tensor(np.stack([rows, positions]))
+        self._policy.ops.store_tokens(self.token_table, on_device[0], on_device[1], token_ids)

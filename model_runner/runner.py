@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from model_runner.draws import Draws
+from model_runner.forward_batch import ForwardBuffers
 from model_runner.input_batch import InputBatch
 from model_runner.kv_cache import allocate_cache, fit_cache
 from model_runner.logprobs import chunk_scratch, join, split, token_logprobs
@@ -48,6 +49,9 @@ class ModelRunner:
             tuple(token_id for token_id in eos_token_ids if token_id < spec.vocab_size),
             self._policy,
         )
+        self._buffers = ForwardBuffers(
+            config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs, self._batch, self._policy
+        )
         self._link = StageLink(spec, self._policy)
         self._sampler = Sampler(self._policy)
         self._kv_caches = allocate_cache(self._size, spec, self._policy, config.cache.block_size)
@@ -84,7 +88,7 @@ class ModelRunner:
             self._batch.apply(step)
             self._link.check(before)
             self._spans = self._batch.prompt_spans(step)
-            batch = self._batch.forward_batch(step, self._kv_caches, self._spans)
+            batch = self._buffers.fill(step, self._kv_caches, self._spans)
             batch.hidden = before
             behind = self._hidden = self.model.forward(batch)
         finally:
@@ -104,7 +108,7 @@ class ModelRunner:
             return ModelRunnerOutput(step.step_id, rows, prompt_logprobs=of_prompts)
         logits = self.model.logits(self._hidden[: len(rows)])
         token_ids, logprobs = self._sampler(logits, Draws(self._batch, rows, positions, mask))
-        self._batch.record(rows, positions, token_ids)
+        self._batch.record(rows, positions, self._policy.tensor(token_ids))
         return ModelRunnerOutput(step.step_id, token_ids, logprobs, of_prompts)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: PromptSpans) -> list[PromptLogprobs]:
