@@ -17,6 +17,7 @@ from protos.step import ModelRunnerOutput, NewRow, PromptLogprobs, SchedulerOutp
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpu_executor.executor import PendingOutput
     from protos.config import EngineConfig
     from protos.step import GrammarMask, Logprobs
 
@@ -45,6 +46,7 @@ class NullWorker:
         """Of rows that report their prompt's log-probabilities."""
         self._step_seconds = config.executor.null_step_ms / 1e3
         self._free_at = 0.0
+        """When the simulated device is done with the steps it was given; nobody waits for it but results."""
         self._step: SchedulerOutput | None = None
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo:
@@ -79,7 +81,7 @@ class NullWorker:
         self._step = step
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
 
-    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
+    def sample(self, mask: GrammarMask | None = None) -> PendingOutput:
         step = self._step
         assert step is not None
         drawing = step.samples
@@ -91,9 +93,9 @@ class NullWorker:
             token_ids[mask.index] = _nth_allowed(mask.bits, numbers[mask.index])
         logprobs = self._logprobs(rows, token_ids) if self._reports[rows].any() else None
         of_prompts = self._prompt_logprobs(step) if self._reports_prompt[step.rows].any() else []
-        if self._step_seconds and (left := self._free_at - time.monotonic()) > 0:
-            time.sleep(left)
-        return ModelRunnerOutput(step.step_id, token_ids, logprobs, of_prompts)
+        output = ModelRunnerOutput(step.step_id, token_ids, logprobs, of_prompts)
+        due = self._free_at
+        return DueOutput(output, lambda: _sleep_until(due)) if self._step_seconds else output
 
     def _logprobs(self, rows: Int32s, token_ids: Int32s) -> Logprobs:
         index = np.flatnonzero(self._reports[rows] & (token_ids >= 0))
@@ -119,6 +121,23 @@ class NullWorker:
             logprobs = scripted_logprobs(np.arange(count), token_ids, num_top, extra_ids, VOCAB_SIZE)
             told.append(PromptLogprobs(row, start, logprobs))
         return told
+
+
+class DueOutput:
+    """A step's result that is held back until the simulated device is done with it."""
+
+    def __init__(self, output: ModelRunnerOutput, wait: Callable[[], None]) -> None:
+        self._output = output
+        self._wait = wait
+
+    def result(self) -> ModelRunnerOutput:
+        self._wait()
+        return self._output
+
+
+def _sleep_until(due: float) -> None:
+    if (left := due - time.monotonic()) > 0:
+        time.sleep(left)
 
 
 def _nth_allowed(bits: Int32s, numbers: npt.NDArray[np.uint32]) -> Int32s:

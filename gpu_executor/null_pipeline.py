@@ -7,26 +7,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from gpu_executor.null import NullWorker
+from gpu_executor.null import DueOutput, NullWorker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_executor.executor import WorkersDiedError
     from protos.config import EngineConfig
-    from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
-
-
-class DueOutput:
-    """A step's result that is held back until the step has left the last stage."""
-
-    def __init__(self, output: ModelRunnerOutput, wait: Callable[[], None]) -> None:
-        self._output = output
-        self._wait = wait
-
-    def result(self) -> ModelRunnerOutput:
-        self._wait()
-        return self._output
+    from protos.step import GrammarMask, SchedulerOutput, WorkerInfo
 
 
 class NullPipeline:
@@ -64,7 +52,7 @@ class NullPipeline:
 
     def sample(self, mask: GrammarMask | None = None) -> DueOutput:
         done_at = self._free_at[-1]
-        return DueOutput(self._worker.sample(mask), lambda: self._wait_until(done_at))
+        return DueOutput(self._worker.sample(mask).result(), lambda: self._wait_until(done_at))
 
     def _wait_until(self, done_at: float) -> None:
         if (left := done_at - self._clock()) > 0:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from gpu_executor import wire
@@ -17,7 +19,8 @@ from protos.place import Place
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from protos.step import SchedulerOutput
+    from gpu_executor.executor import PendingOutput
+    from protos.step import ModelRunnerOutput, SchedulerOutput
 
 MakeWorker = Callable[[EngineConfig, tuple[int, ...], Place], SingleWorker]
 logger = logging.getLogger(__name__)
@@ -27,13 +30,24 @@ class StepLoop:
     """Carries out steps in the order their messages come, and tells their results: all workers in the same way, so
     that a step that fails on all of them leaves them at one."""
 
-    def __init__(self, worker: SingleWorker, is_output: bool, send: Callable[[wire.FromWorker], None]) -> None:
-        """`is_output`: this is the worker that tells what was drawn. Failures all tell."""
+    def __init__(
+        self, worker: SingleWorker, is_output: bool, send: Callable[[wire.FromWorker], None], num_steps: int
+    ) -> None:
+        """`is_output`: this is the worker that tells what was drawn. Failures all tell.
+
+        Of `num_steps` that are in flight the next is begun while the last one's result is waited for, on a thread;
+        results are then sent from there.
+        """
         self._worker = worker
         self._is_output = is_output
         self._send = send
         self._step: SchedulerOutput | None = None
         self._error: Exception | None = None
+        self._results: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
+        self._sender: threading.Thread | None = None
+        if num_steps > 1:
+            self._sender = threading.Thread(target=self._send_results, name="results", daemon=True)
+            self._sender.start()
 
     def handle(self, message: wire.ToWorker) -> bool:
         """Carries out a message; False if it is the last."""
@@ -45,6 +59,12 @@ class StepLoop:
             case wire.Stop():
                 return False
         return True
+
+    def close(self) -> None:
+        """Returns when all results are sent."""
+        if self._sender is not None:
+            self._results.put(None)
+            self._sender.join()
 
     def _execute(self, step: SchedulerOutput) -> None:
         self._step, self._error = step, None
@@ -59,13 +79,40 @@ class StepLoop:
         try:
             if self._error is not None:
                 raise self._error
-            output = self._worker.sample(message.mask)
+            pending: PendingOutput = self._worker.sample(message.mask)
+        except Exception as error:
+            pending = _Failure(error)
+        if self._sender is None:
+            self._send_result(step_id, pending)
+        else:
+            self._results.put((step_id, pending))
+
+    def _send_results(self) -> None:
+        try:
+            while (one := self._results.get()) is not None:
+                self._send_result(*one)
+        except OSError:
+            logger.info("the core is gone")  # so are its messages
+
+    def _send_result(self, step_id: int, pending: PendingOutput) -> None:
+        try:
+            output = pending.result()
         except Exception as error:
             logger.exception("step %d failed", step_id)
             self._send(wire.StepFailed(step_id, wire.one_line(error)))
         else:
             if self._is_output:
                 self._send(wire.Drawn(output))
+
+
+class _Failure:
+    """What came of a step that raised before there was a result to wait for."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> ModelRunnerOutput:
+        raise self._error
 
 
 def serve(
@@ -87,8 +134,9 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 10, 1 << 30)
-    loop = StepLoop(worker, start.place.tells_output, send)
+    loop = StepLoop(worker, start.place.tells_output, send, info.max_steps_in_flight)
     for message in messages:
         if not loop.handle(message):
             break
+    loop.close()
     return 0

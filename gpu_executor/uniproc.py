@@ -10,7 +10,7 @@ from protos.place import ONLY
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpu_executor.executor import WorkersDiedError
+    from gpu_executor.executor import PendingOutput, WorkersDiedError
     from protos.config import EngineConfig
     from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class SingleWorker(Protocol):
-    """What a worker offers."""
+    """What a worker offers. `execute` and `sample` need not wait for the device; results do, on any thread."""
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo: ...
     def execute(self, step: SchedulerOutput) -> None: ...
-    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput: ...
+    def sample(self, mask: GrammarMask | None = None) -> PendingOutput: ...
 
 
 def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...], place: Place = ONLY) -> SingleWorker:
@@ -35,6 +35,17 @@ def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...], place: Pla
 
     worker: SingleWorker = Worker(config, eos_token_ids, place)
     return worker
+
+
+class LaunchedStep:
+    """A step that the worker has been given, and may not have got to yet."""
+
+    def __init__(self, sampled: Future[PendingOutput]) -> None:
+        self.sampled = sampled
+        """Done once the worker has issued all of it; then the device may still be at it."""
+
+    def result(self) -> ModelRunnerOutput:
+        return self.sampled.result().result()
 
 
 class UniprocExecutor:
@@ -56,15 +67,15 @@ class UniprocExecutor:
     def execute(self, step: SchedulerOutput) -> None:
         self._forward = self._submit(lambda: self._worker.execute(step))
 
-    def sample(self, mask: GrammarMask | None = None) -> Future[ModelRunnerOutput]:
+    def sample(self, mask: GrammarMask | None = None) -> LaunchedStep:
         forward, self._forward = self._forward, None
         assert forward is not None, "sample without execute"
 
-        def run() -> ModelRunnerOutput:
+        def run() -> PendingOutput:
             forward.result()
             return self._worker.sample(mask)
 
-        return self._submit(run)
+        return LaunchedStep(self._submit(run))
 
     def _submit(self, run: Callable[[], T]) -> Future[T]:
         if self._thread is not None:

@@ -24,9 +24,10 @@ from protos.place import ONLY
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from gpu_executor.executor import PendingOutput
     from protos.config import EngineConfig
     from protos.place import Place
-    from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
+    from protos.step import GrammarMask, SchedulerOutput, WorkerInfo
 
 
 class Worker:
@@ -68,7 +69,7 @@ class Worker:
         """Runs the forward pass of a step."""
         self._loaded().execute(step)
 
-    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
+    def sample(self, mask: GrammarMask | None = None) -> PendingOutput:
         """Draws the tokens of the step last executed, of grammars' rows among those the mask allows."""
         return self._loaded().sample(mask)
 

@@ -102,6 +102,10 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """Of the drawn tokens whose requests ask for them."""
     prompt_logprobs: list[PromptLogprobs] = []
 
+    def result(self) -> ModelRunnerOutput:
+        """Itself: an output that is here is one that need not be waited for."""
+        return self
+
 
 class WorkerInfo(msgspec.Struct, frozen=True, array_like=True):
     """What the workers turned out to hold, after loading."""

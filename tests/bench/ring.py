@@ -108,7 +108,7 @@ def answer_steps(pipe: Connection, is_output: bool) -> None:
         worker.execute(pipe.recv())
         pipe.recv()
         if is_output:
-            pipe.send(worker.sample())
+            pipe.send(worker.sample().result())
 
 
 def decode_step(step_id: int, num_rows: int) -> SchedulerOutput:

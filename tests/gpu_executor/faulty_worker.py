@@ -60,7 +60,7 @@ class FaultyWorker(NullWorker):
         super().execute(step)
 
     def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
-        output = super().sample(mask)
+        output = super().sample(mask).result()
         if size := self._faults.get("large"):
             cells = np.zeros(size // 4, np.int32)
             output = msgspec.structs.replace(output, logprobs=Logprobs(*([np.zeros(0, np.int32)] * 4), cells, cells))

@@ -38,7 +38,7 @@ def run(samplings: list[Sampling], mask: GrammarMask | None = None, prompt: rang
     rows = np.arange(1, 1 + len(samplings), dtype=np.int32)
     counts = np.full(len(rows), len(prompt), np.int32)
     worker.execute(SchedulerOutput(1, rows, np.zeros_like(rows), counts, np.ones(len(rows), np.bool_), new_rows))
-    return worker.sample(mask)
+    return worker.sample(mask).result()
 
 
 def test_draws_one_of_what_a_grammar_allows_and_others_as_without() -> None:
@@ -102,7 +102,7 @@ def test_reports_prompts_chunk_by_chunk() -> None:
         worker.execute(
             SchedulerOutput(1, ints(3), ints(start), ints(count), np.array([start >= 9]), [] if start else new_rows)
         )
-        told += worker.sample().prompt_logprobs
+        told += worker.sample().result().prompt_logprobs
     assert [(one.row, one.start, len(one.logprobs.index)) for one in told] == [(3, 2, 3), (3, 5, 5)]
     assert told[0].logprobs.top_ids.tolist() == [52, 53, 53, 54, 54, 55]
     assert told[1].logprobs.top_ids[::2].tolist() == [55, 56, 57, 58, 59]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
 from gpu_executor.factory import make_executor
-from gpu_executor.null import NullWorker
+from gpu_executor.null import DueOutput, NullWorker
 from gpu_executor.uniproc import UniprocExecutor, make_worker
 from protos.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from protos.errors import StartupError
@@ -120,7 +120,7 @@ def test_one_step_at_a_time_needs_no_thread(start: Start) -> None:
     worker, executor = start(1)
     executor.execute(step(0))
     pending = executor.sample()
-    assert pending.done()
+    assert pending.sampled.done()
     assert {thread for _, thread in worker.calls} == {threading.current_thread().name}
 
 
@@ -131,10 +131,10 @@ def test_steps_in_flight_do_not_hold_up_the_caller(start: Start) -> None:
     first = executor.sample()
     executor.execute(step(1))
     second = executor.sample()
-    assert not first.done()
+    assert not first.sampled.done()
     worker.gate.set()
     assert second.result().step_id == 1
-    assert first.done()
+    assert first.sampled.done()
     assert {thread for _, thread in worker.calls} == {"worker_0"}
 
 
@@ -191,7 +191,7 @@ def test_shutdown_does_not_wait_for_steps_in_flight(start: Start) -> None:
     executor.execute(step(0))
     pending = executor.sample()
     executor.shutdown()
-    assert pending.cancelled()
+    assert pending.sampled.cancelled()
 
 
 def test_start_failure_reaches_the_caller() -> None:
@@ -231,7 +231,7 @@ class TestNullModel:
             drawn = []
             for step_id in range(20):
                 worker.execute(step(step_id, prompt, Sampling(temperature=temperature, seed=seed)))
-                drawn += worker.sample().token_ids.tolist()
+                drawn += worker.sample().result().token_ids.tolist()
             return drawn
 
         assert draw(1) == draw(1)
@@ -240,3 +240,30 @@ class TestNullModel:
         assert draw(1, temperature=0.0) == draw(2, temperature=0.0)
         assert all(32 <= token_id < 127 for token_id in draw(1))
         assert len(set(draw(1))) > 10
+
+
+def test_next_step_is_issued_while_the_device_is_at_the_last_one() -> None:
+    """Of a worker that does not wait for its device."""
+
+    class DeviceWorker(ObservedWorker):
+        def sample(self, mask: GrammarMask | None = None) -> Any:
+            output, done = super().sample(mask), threading.Event()
+            devices.append(done)
+            return DueOutput(output, lambda: done.wait(timeout=30))
+
+    devices: list[threading.Event] = []
+    worker = DeviceWorker(depth=2)
+    executor = UniprocExecutor(CONFIG, (), worker)
+    executor.start(lambda done, total: None, lambda error: None)
+    results = []
+    for step_id in range(2):
+        executor.execute(step(step_id))
+        results.append(executor.sample())
+    for launched in results:
+        launched.sampled.result(timeout=30)
+    assert [name for name, _ in worker.calls] == ["execute", "sample"] * 2
+    assert not any(done.is_set() for done in devices)
+    for done in devices:
+        done.set()
+    assert [launched.result().step_id for launched in results] == [0, 1]
+    executor.shutdown()

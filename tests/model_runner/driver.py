@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 GREEDY = Sampling()
 
 
+class Pending(Protocol):
+    def result(self) -> ModelRunnerOutput: ...
+
+
 class Steps(Protocol):
     def execute(self, step: SchedulerOutput) -> None: ...
-    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput: ...
+    def sample(self, mask: GrammarMask | None = None) -> Pending: ...
 
 
 @dataclass
@@ -141,7 +145,7 @@ class Driver:
                 block_ids=np.array(block_ids, np.int32),
             )
         )
-        output = self._worker.sample()
+        output = self._worker.sample().result()
         assert output.step_id == self._step_id
         self._take_logprobs(output, chosen, samples)
         drawn = iter(output.token_ids.tolist())

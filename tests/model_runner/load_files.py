@@ -49,7 +49,7 @@ def load(path: Path) -> None:
     count = min(5, worker.load(lambda done, total: None).max_model_len)
     prompt = NewRow(0, np.arange(count, dtype=np.int32) % spec.vocab_size, count, [1], GREEDY)
     worker.execute(SchedulerOutput(1, ROWS, ROWS, ROWS + count, np.array([True]), [prompt]))
-    worker.sample()
+    worker.sample().result()
 
 
 def outcome(path: Path) -> tuple[str, str]:

@@ -41,7 +41,7 @@ def _step(workers: Workers, step: SchedulerOutput, mask: GrammarMask | None, gui
         _runner.model.forward = _broken
     try:
         _runner.execute(step)
-        return _runner.sample(mask)
+        return _runner.sample(mask).result()
     except RuntimeError:
         return None
     finally:

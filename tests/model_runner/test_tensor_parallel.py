@@ -186,7 +186,7 @@ def sample(workers: Workers | None, path: Path) -> list[ModelRunnerOutput]:
         counts = np.full(4, 1 if number else 20, np.int32)
         bits = np.full((1, -(-VOCAB // 32)), 1 << number, np.int32)
         runner.execute(SchedulerOutput(number, rows, starts, counts, np.ones(4, np.bool_), new_rows))
-        outputs.append(runner.sample(GrammarMask(np.array([2], np.int32), bits)))
+        outputs.append(runner.sample(GrammarMask(np.array([2], np.int32), bits)).result())
         new_rows = []
     return outputs
 
