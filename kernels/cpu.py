@@ -146,7 +146,11 @@ class CpuOps(ReferenceOps):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slots: torch.Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
+        if key_cache.dtype is not key.dtype:
+            return super().write_kv(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         tokens, kv_heads, head_dim = key.shape
         assert key.stride(1) == value.stride(1) == head_dim
         assert slots.dtype == torch.int64

@@ -15,19 +15,20 @@ Ops = ReferenceOps
 """The interface is the reference's: every implementation is a subclass that overrides what it does faster."""
 
 
-def _cpu(block_size: int, num_threads: int) -> Ops:
+def _cpu(device: torch.device, block_size: int, num_threads: int) -> Ops:
     from kernels.cpu import make_cpu_ops
 
     return make_cpu_ops(block_size, num_threads)
 
 
-def _cuda(block_size: int, num_threads: int) -> Ops:
+def _cuda(device: torch.device, block_size: int, num_threads: int) -> Ops:
     from kernels.cuda import CudaOps
+    from kernels.gpu import Gpu
 
-    return CudaOps()
+    return CudaOps(Gpu.of(device))
 
 
-_IMPLEMENTATIONS: dict[str, Callable[[int, int], Ops]] = {"cpu": _cpu, "cuda": _cuda}
+_IMPLEMENTATIONS: dict[str, Callable[[torch.device, int, int], Ops]] = {"cpu": _cpu, "cuda": _cuda}
 
 
 def make_ops(device: torch.device, block_size: int, num_threads: int) -> Ops:
@@ -36,4 +37,4 @@ def make_ops(device: torch.device, block_size: int, num_threads: int) -> Ops:
     A device without kernels of its own gets the reference.
     """
     make = _IMPLEMENTATIONS.get(device.type)
-    return make(block_size, num_threads) if make else ReferenceOps()
+    return make(device, block_size, num_threads) if make else ReferenceOps()

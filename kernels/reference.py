@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from kernels.quantised import QuantisedMatrix
 
+FP8 = torch.float8_e4m3fn
+"""The type of a KV cache of 8 bits: its largest number is 448, and it has no infinity."""
+
 
 class ReferenceOps(ReferenceStepOps):
     """Runs on any device; written to be read, not to be fast."""
@@ -41,16 +44,40 @@ class ReferenceOps(ReferenceStepOps):
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         slots: torch.Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> None:
         """Stores key and value [tokens, kv_heads, head_dim] at slots [tokens], int64: block * block_size + offset.
 
-        Slot -1 is padding and writes nothing.
+        Slot -1 is padding and writes nothing. Caches of float8_e4m3fn keep what is stored divided by a scale, which
+        attention multiplies with; numbers over 448 after that become 448. Other caches have the type of key and value.
         """
         real = slots >= 0
         block_size = value_cache.shape[2]
         blocks, offsets = slots[real] // block_size, slots[real] % block_size
-        key_cache[blocks, :, :, offsets] = key[real]
-        value_cache[blocks, :, offsets] = value[real]
+        key_cache[blocks, :, :, offsets] = _stored(key[real], key_cache.dtype, key_scale)
+        value_cache[blocks, :, offsets] = _stored(value[real], value_cache.dtype, value_scale)
+
+    def rotate_and_write(
+        self,
+        merged: torch.Tensor,
+        kv_heads: int,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
+    ) -> None:
+        """rotary and write_kv of merged [tokens, heads + 2 * kv_heads, head_dim]: queries, keys and values.
+
+        The queries are rotated in place; whether the keys are too differs between implementations.
+        """
+        with_keys = merged.shape[1] - kv_heads
+        key, value = merged[:, with_keys - kv_heads : with_keys], merged[:, with_keys:]
+        self.rotary(merged[:, :with_keys], cosines, sines)
+        self.write_kv(key, value, key_cache, value_cache, slots, key_scale, value_scale)
 
     def attention(
         self,
@@ -184,3 +211,10 @@ class ReferenceOps(ReferenceStepOps):
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         """Bounds x [..., size], float32, in place: cap * tanh(x / cap)."""
         x.div_(cap).tanh_().mul_(cap)
+
+
+def _stored(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """x as a cache of this type keeps it."""
+    if dtype is FP8:
+        x = (x.float() * (1 / scale)).clamp(-448, 448)
+    return x.to(dtype)

@@ -57,10 +57,12 @@ class Attention:
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.norm_heads(heads[:, : self._heads])
             self.key_norm.norm_heads(heads[:, self._heads : with_keys])
-        if angles is not None:
-            self._ops.rotary(heads[:, :with_keys], *angles)
         key_cache, value_cache = batch.kv_caches[self._layer]
-        self._ops.write_kv(heads[:, self._heads : with_keys], heads[:, with_keys:], key_cache, value_cache, batch.slots)
+        if angles is None:
+            key, value = heads[:, self._heads : with_keys], heads[:, with_keys:]
+            self._ops.write_kv(key, value, key_cache, value_cache, batch.slots)
+        else:
+            self._ops.rotate_and_write(heads, self._kv_heads, *angles, key_cache, value_cache, batch.slots)
         attended = self._ops.attention(
             heads[:, : self._heads],
             key_cache,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda import CudaOps
 from kernels.reference import ReferenceOps
+from tests.kernels.interpreted import cuda_ops
 
 COUNTS = [[3, 0, 1, 5], [0, 0, 9, 0], [9, 0, 0, 0], [0, 0, 0, 9], [0, 0, 0, 0]]
 
@@ -30,7 +30,7 @@ def test_the_gpu_form_is_the_reference(counts: list[int], dtype: torch.dtype, in
     torch.manual_seed(0)
     x, weights = torch.randn(sum(counts), in_size).to(dtype), torch.randn(len(counts), out_size, in_size).to(dtype)
     ends = torch.tensor(counts).cumsum(0)
-    ours = CudaOps().grouped_matmul(x, weights, ends)
+    ours = cuda_ops().grouped_matmul(x, weights, ends)
     assert (ours.shape, ours.dtype) == ((sum(counts), out_size), dtype)
     torch.testing.assert_close(ours, ReferenceOps().grouped_matmul(x, weights, ends))
 
@@ -39,4 +39,4 @@ def test_the_host_waits_for_no_value_of_the_gpu():
     """A meta tensor has none."""
     x, weights = (torch.empty(size, dtype=torch.bfloat16, device="meta") for size in ((6, 32), (3, 16, 32)))
     ends = torch.empty(3, dtype=torch.int64, device="meta")
-    assert CudaOps().grouped_matmul(x, weights, ends).shape == (6, 16)
+    assert cuda_ops().grouped_matmul(x, weights, ends).shape == (6, 16)

@@ -1,0 +1,50 @@
+"""Triton kernels without a GPU: Triton's interpreter runs them (see tests/conftest.py), beside their PyTorch twins.
+
+What a kernel must not read is NaN, what it must write is NaN before, what it must not write is compared after.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.cuda import CudaOps
+from kernels.gpu import Gpu
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+AMPERE, HOPPER = Gpu(capability=80, num_sms=108), Gpu(capability=90, num_sms=132)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+"""Largest difference from the twin, of numbers around 1: two units in the last place, or sums in another order."""
+
+
+def cuda_ops(gpu: Gpu = HOPPER) -> CudaOps:
+    """Those of a GPU, to be called with tensors of the CPU."""
+    return CudaOps(gpu)
+
+
+@contextmanager
+def poisoned_outputs() -> Iterator[None]:
+    """Whatever is allocated within holds NaN, integers their largest value, until it is written."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def assert_equals_twin(ours: torch.Tensor, twin: torch.Tensor, tolerance: float | None = None) -> None:
+    """Shape, type and numbers are the same; the tolerance grows with numbers over 1, and is none for integers.
+
+    NaN equals nothing. Where the twin makes NaN, compare isnan() of both.
+    """
+    assert (ours.shape, ours.dtype) == (twin.shape, twin.dtype)
+    if not ours.is_floating_point():
+        tolerance = 0
+    elif tolerance is None:
+        tolerance = TOLERANCE[ours.dtype]
+    torch.testing.assert_close(ours, twin, atol=tolerance, rtol=tolerance, equal_nan=False)
