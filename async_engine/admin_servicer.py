@@ -12,6 +12,7 @@ import msgspec
 from async_engine import from_proto
 from async_engine.engine_state import engine_state
 from async_engine.front_end_report import FrontEndReport, duration, together
+from async_engine.kv_events import kv_events_response
 from async_engine.recent import percentiles
 from protos.errors import BusyError, InvalidRequestError
 from protos.front_ends import GetReport, ListLive, LiveRequests, Pause, Report
@@ -106,6 +107,12 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise BusyError("a block of the prefix cache is in use; wait, pause, or set restart_running")
         logger.info("prefix cache reset by an operator")
         return pb.ResetPrefixCacheResponse()
+
+    async def WatchKvEvents(self, request: pb.WatchKvEventsRequest, context: Any) -> None:
+        watches = self._llm.cores.kv_watches
+        with watches.open("tokens" if request.token_ids else "blocks", with_all=request.snapshot) as watch:
+            while True:
+                await context.write(kv_events_response(await watch.next(), self._llm.ready.block_size))
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         limit = from_proto.seconds(request, "time_limit", "time_limit")

@@ -325,6 +325,7 @@ class AsyncLLM:
             num_left = self.num_live
             self.output_processor.fail_all(UnavailableError("the server is going away; resume on another"))
         self.drained.set()
+        self.cores.kv_watches.close(UnavailableError("the server is going away"))
         return num_left
 
     async def close(self) -> None:

@@ -11,11 +11,13 @@ import msgspec
 import numpy as np
 
 from async_engine.core_slot import CoreSlot
+from async_engine.kv_watch import KVWatches
 from async_engine.prefix_map import prefix_hashes
 from async_engine.recovery import Recovery, resubmissions
 from async_engine.router import Router
 from async_engine.stats_table import StatsTable
 from protos.errors import CoreDiedError, RequestFailedError, StartupError, TailraceError
+from protos.kv_changes import ROUTER_WATCH, WatchKV
 from protos.messages import Abort, Control, CoreReady, CoreStats
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class CoreGroup:
         ]
         rows = [core.ready.max_num_seqs for _, core in cores]
         self._router = Router(rows, self.ready.block_size) if len(cores) > 1 else None
+        self.kv_watches = KVWatches(self.slots)
         self._stats = StatsTable([core.ready.kv_capacity_tokens for _, core in cores])
         self._processor = processor
         self._is_live = is_live
@@ -197,21 +200,25 @@ class CoreGroup:
             async with asyncio.TaskGroup() as tasks:
                 for slot in self.slots:
                     if self._router is not None:
-                        slot.send(Control(0, "tell_kv_changes"))
+                        slot.send(WatchKV(ROUTER_WATCH))
                     tasks.create_task(slot.run(self), name=f"core-{slot.number}")
             self.error = next(slot.error for slot in self.slots if slot.error is not None)
         except ExceptionGroup:
             logger.exception("the output processor failed")
             self.error = RequestFailedError("the output processor failed")
         self._processor.fail_all(self.error)
+        self.kv_watches.close(self.error)
 
     async def close(self) -> None:
         """Stops the cores, once `run` has ended. Idempotent."""
         await asyncio.gather(*(slot.core.close() for slot in self.slots))
 
     def took(self, slot: CoreSlot, outputs: EngineCoreOutputs) -> None:
-        if self._router is not None and outputs.kv_changes is not None:
-            self._router.update(slot.number, outputs.kv_changes)
+        for changes in outputs.kv_changes:
+            if changes.watch != ROUTER_WATCH:
+                self.kv_watches.put(slot.number, changes)
+            elif self._router is not None:
+                self._router.update(slot.number, changes)
         if stopped := self._processor.process(outputs):
             slot.send(Abort(stopped, stopped=True))
         # It may have worked for other front ends.
@@ -229,6 +236,7 @@ class CoreGroup:
         self._stats.put(slot.number, slot.stats)
         if self._router is not None:
             self._router.lost(slot.number)
+        self.kv_watches.lost(slot.number)
         self._move(requests)
 
     def stays_down(self, slot: CoreSlot) -> None:
@@ -246,7 +254,8 @@ class CoreGroup:
     def came_up(self, slot: CoreSlot) -> None:
         if self._router is not None:
             self._router.found(slot.number)
-            slot.send(Control(0, "tell_kv_changes"))
+            slot.send(WatchKV(ROUTER_WATCH))
+        self.kv_watches.found(slot)
         waiting = self._processor.requests_in(None)
         self._move([request for request in waiting if self._processor.goes_on(request, self._is_live)])
         for message in slot.recovery.core_started():

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from async_engine.served_model import ServedModel
 
 MAX_PRIORITY = (1 << 31) - 1
+MAX_SALT_LENGTH = 256
+"""Characters; it is kept, and told, with each block."""
 MAX_SHOWN_NAME = 80
 
 
@@ -161,6 +163,8 @@ class InputProcessor:
     def _check_scheduling(self, request: GenerationRequest) -> None:
         if not -MAX_PRIORITY - 1 <= request.priority <= MAX_PRIORITY:
             raise InvalidRequestError("scheduling.priority", f"must fit 32 bits, not {request.priority}")
+        if len(request.cache_salt) > MAX_SALT_LENGTH:
+            raise InvalidRequestError("scheduling.cache_salt", f"must be at most {MAX_SALT_LENGTH} characters")
         if request.queue_timeout is not None and not request.queue_timeout >= 0:
             raise InvalidRequestError("scheduling.queue_timeout", f"must not be negative, not {request.queue_timeout}")
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from protos.messages import KVChanges
+    from protos.kv_changes import KVChanges
 
 
 def prefix_hashes(token_ids: npt.NDArray[np.int32], block_size: int, cache_salt: str) -> list[int]:

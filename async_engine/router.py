@@ -20,7 +20,8 @@ from async_engine.prefix_map import PrefixMap
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protos.messages import CoreStats, KVChanges
+    from protos.kv_changes import KVChanges
+    from protos.messages import CoreStats
 
 OUTPUT_COST = 2.0
 """Of a token drawn, in tokens of prompts: what the core's scheduler takes it for."""

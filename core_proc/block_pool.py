@@ -8,12 +8,22 @@ at its front, cached ones at its back, so that what is cached is evicted last an
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from protos.step import NULL_BLOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+class BlockContent(NamedTuple):
+    """What a block that can be found holds: for those who watch, whenever they come. About 200 bytes."""
+
+    parent: bytes | None
+    """Hash of the block before; None for the first of a sequence."""
+    salt: str
+    token_ids: bytes
+    """Little-endian int32."""
 
 
 class BlockPool:
@@ -31,11 +41,12 @@ class BlockPool:
         self._ref_counts = [0] * num_blocks
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self._content: list[BlockContent | None] = [None] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(NULL_BLOCK + 1, num_blocks))
         self.on_change = on_change
 
     def __repr__(self) -> str:
-        return f"BlockPool(free={self.num_free}, cached={len(self._block_of)}, total={self.num_blocks})"
+        return f"BlockPool(free={self.num_free}, cached={self.num_cached}, total={self.num_blocks})"
 
     @property
     def num_free(self) -> int:
@@ -47,9 +58,20 @@ class BlockPool:
         return 1.0 - self.num_free / (self.num_blocks - 1)
 
     @property
+    def num_cached(self) -> int:
+        """Blocks that can be found."""
+        return len(self._block_of)
+
+    @property
     def cached_hashes(self) -> list[bytes]:
         """Of all blocks that can be found."""
         return list(self._block_of)
+
+    def content(self, block_hash: bytes) -> BlockContent:
+        """Of a block that can be found."""
+        content = self._content[self._block_of[block_hash]]
+        assert content is not None
+        return content
 
     def is_held(self, block: int) -> bool:
         return self._ref_counts[block] > 0
@@ -84,13 +106,14 @@ class BlockPool:
                 if self._hash_of[block] is None:
                     self._free.move_to_end(block, last=False)
 
-    def publish(self, block: int, block_hash: bytes) -> bool:
+    def publish(self, block: int, block_hash: bytes, content: BlockContent) -> bool:
         """Makes a held block findable; False if another block already has this content."""
         if block_hash in self._block_of:
             return False
         assert self._hash_of[block] is None, f"block {block} is already published"
         self._hash_of[block] = block_hash
         self._block_of[block_hash] = block
+        self._content[block] = content
         if self.on_change:
             self.on_change(block_hash, True)
         return True
@@ -116,7 +139,7 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         block_hash = self._hash_of[block]
         if block_hash is not None:
-            self._hash_of[block] = None
+            self._hash_of[block] = self._content[block] = None
             del self._block_of[block_hash]
             if self.on_change:
                 self.on_change(block_hash, False)

@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from core_proc.block_hash import extend_chain
-from core_proc.block_pool import BlockPool
+from core_proc.block_pool import BlockContent, BlockPool
 from core_proc.kv_change_log import KVChangeLog
 
 if TYPE_CHECKING:
@@ -93,15 +93,16 @@ class KVCache:
         if full <= request.num_published:
             return
         extend_chain(request.block_hashes, request.hash_root, token_ids[: full * self.block_size], self.block_size)
-        published = [
-            block
-            for block, block_hash in zip(
-                request.block_ids[request.num_published : full],
-                request.block_hashes[request.num_published : full],
-                strict=True,
-            )
-            if self.pool.publish(block, block_hash)
-        ]
+        first, salt = request.num_published, request.params.cache_salt
+        data = token_ids[first * self.block_size : full * self.block_size].tobytes()
+        width = token_ids.itemsize * self.block_size
+        published = []
+        for index in range(first, full):
+            parent = request.block_hashes[index - 1] if index else None
+            start = (index - first) * width
+            content = BlockContent(parent, salt, data[start : start + width])
+            if self.pool.publish(request.block_ids[index], request.block_hashes[index], content):
+                published.append(request.block_ids[index])
         request.num_published = full
         if published and step_id > self.last_returned_step:
             self._unproven.setdefault(step_id, []).extend(published)

@@ -31,6 +31,7 @@ from core_proc.request import Request, State, make_request
 from gpu_executor.executor import WorkersDiedError
 from protos.child_process import die_with_parent
 from protos.errors import StartupError, TailraceError
+from protos.kv_changes import MoreKV, UnwatchKV, WatchKV
 from protos.messages import (
     Abort,
     Control,
@@ -188,6 +189,12 @@ class EngineCoreProc:
                 scheduler.abort(connection.client, message.handles, message.stopped)
             case Control():
                 connection.send(ControlReply(message.call_id, self._control(connection.client, message)))
+            case WatchKV():
+                scheduler.kv_cache.changes.begin(connection.client, message)
+            case MoreKV():
+                scheduler.kv_cache.changes.more(connection.client, message.watch)
+            case UnwatchKV():
+                scheduler.kv_cache.changes.end(connection.client, message.watch)
             case Ping():
                 connection.send(Pong())
             case Shutdown() | None:
@@ -223,8 +230,6 @@ class EngineCoreProc:
                 return [int(scheduler.reset_prefix_cache(preempt_running=bool(message.argument)))]
             case "progress":
                 return scheduler.table.progress(client, message.argument)
-            case "tell_kv_changes":
-                scheduler.kv_cache.changes.begin(client)
         return []
 
     def _apply_aborts(self) -> None:
@@ -246,7 +251,7 @@ class EngineCoreProc:
             if stats is not None:
                 message = msgspec.structs.replace(message or EngineCoreOutputs(), stats=stats)
             changes = self._core.scheduler.kv_cache.changes.take(connection.client)
-            if changes is not None:
+            if changes:
                 message = msgspec.structs.replace(message or EngineCoreOutputs(), kv_changes=changes)
             if message is not None:
                 connection.send(message)

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from protos.config import EngineConfig
+from protos.kv_changes import KVChanges, MoreKV, UnwatchKV, WatchKV
 
 
 class FinishReason(enum.IntEnum):
@@ -163,7 +164,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     """They are complete, by a stop string, rather than given up."""
 
 
-ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress", "tell_kv_changes"]
+ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress"]
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
@@ -172,7 +173,6 @@ class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
     pause: admit nothing more, finish what runs. freeze: schedule nothing. resume: undo both.
     reset_prefix_cache: forget all cached blocks; answers [0] while one is in use, else [1].
     progress: of the request `argument`: [requests ahead in the queue, prompt tokens computed].
-    tell_kv_changes: from now on outputs carry KVChanges, the first of them all that is cached.
     """
 
     call_id: int
@@ -302,16 +302,6 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     columns: LogprobColumns
 
 
-class KVChanges(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that a prefix cache holds now and did not, and the other way round: the first 8 bytes of each one's hash,
-    end to end. A block is in one of the two at most."""
-
-    stored: bytes
-    removed: bytes
-    is_all: bool = False
-    """`stored` is all that it holds, whatever was told before."""
-
-
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=True):
     """What one step brought for one front end, in columns.
 
@@ -326,7 +316,7 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=T
     stats: CoreStats | None = None
     logprobs: LogprobColumns | None = None
     prompt_logprobs: list[PromptLogprobs] = []
-    kv_changes: KVChanges | None = None
+    kv_changes: list[KVChanges] = []
 
 
 class ControlReply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
@@ -340,5 +330,5 @@ class Pong(msgspec.Struct, frozen=True, tag="pong", array_like=True):
     """Answer to a Ping, from the main loop between two steps."""
 
 
-ToCore = Hello | Vocabulary | EngineCoreRequest | Abort | Control | Ping | Shutdown
+ToCore = Hello | Vocabulary | EngineCoreRequest | Abort | Control | WatchKV | MoreKV | UnwatchKV | Ping | Shutdown
 ToFrontEnd = LoadProgress | CoreReady | CoreFailed | EngineCoreOutputs | ControlReply | Pong

@@ -7,7 +7,8 @@ import pytest
 
 from async_engine.prefix_map import PrefixMap, prefix_hashes
 from core_proc.request import make_request
-from protos.messages import EngineCoreRequest, KVChanges, Sampling
+from protos.kv_changes import KVChanges
+from protos.messages import EngineCoreRequest, Sampling
 
 
 def packed(hashes):

@@ -28,7 +28,8 @@ from async_engine.tokenizer import byte_tokenizer
 from protos import codec
 from protos.config import AdmissionOptions
 from protos.errors import OverloadedError
-from protos.messages import Abort, Control, CoreReady, EngineCoreOutputs, EngineCoreRequest, Vocabulary
+from protos.kv_changes import ROUTER_WATCH, WatchKV
+from protos.messages import Abort, CoreReady, EngineCoreOutputs, EngineCoreRequest, Vocabulary
 from tests.bench.fleet_load import Turn
 from tests.core_proc.plant import Plant, message_of
 
@@ -192,7 +193,7 @@ class Fleet:
         self.router: Router | None = self.group._router
         if self.router is not None:
             for core in self.cores:
-                core.send(Control(0, "tell_kv_changes"))
+                core.send(WatchKV(ROUTER_WATCH))
             if route is not None:
                 self._replace_choice(self.router, route)
             self.watch.wrap(self.router, "route", "route")
@@ -301,8 +302,8 @@ class Fleet:
                     self.watch.add("core request", began)
                 case Abort():
                     plant.scheduler.abort(0, frame.handles, frame.stopped)
-                case Control():
-                    plant.scheduler.kv_cache.changes.begin(0)
+                case WatchKV():
+                    plant.scheduler.kv_cache.changes.begin(0, frame)
         core.sent.clear()
 
     def _step_out(self, number: int) -> None:
@@ -335,7 +336,7 @@ class Fleet:
         outputs = scheduler.events.take().get(0)
         changes = scheduler.kv_cache.changes.take(0)
         has_stats = self.clock.now >= core.stats_due or not scheduler.has_work
-        if outputs is None and changes is None and not has_stats:
+        if outputs is None and not changes and not has_stats:
             return
         outputs = msgspec.structs.replace(outputs or EngineCoreOutputs(), kv_changes=changes)
         if has_stats:

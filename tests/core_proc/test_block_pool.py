@@ -6,7 +6,9 @@ import random
 
 import pytest
 
-from core_proc.block_pool import BlockPool
+from core_proc.block_pool import BlockContent, BlockPool
+
+CONTENT = BlockContent(None, "", b"")
 
 
 def take_all(pool: BlockPool) -> list[int]:
@@ -17,7 +19,7 @@ def published(pool: BlockPool, *names: str) -> list[int]:
     """Blocks that were published under these names, held."""
     blocks = [pool.take() for _ in names]
     for block, name in zip(blocks, names, strict=True):
-        assert pool.publish(block, name.encode())
+        assert pool.publish(block, name.encode(), CONTENT)
     return blocks
 
 
@@ -81,7 +83,7 @@ def test_second_block_with_the_same_content_stays_uncached() -> None:
     pool = BlockPool(4)
     (first,) = published(pool, "a")
     second = pool.take()
-    assert not pool.publish(second, b"a")
+    assert not pool.publish(second, b"a", CONTENT)
     pool.release([first, second])
     assert pool.cached(b"a") == first
     assert take_all(pool) == [second, 3, first]
@@ -148,7 +150,7 @@ def test_replayed_changes_give_exactly_the_live_map(seed: int) -> None:
             case 6 | 7 | 8 | 9 if held:
                 block = rng.choice(held)
                 if pool._hash_of[block] is None:
-                    pool.publish(block, rng.choice(names))
+                    pool.publish(block, rng.choice(names), CONTENT)
             case 10 | 11 | 12 if (hit := pool.cached(rng.choice(names))) is not None:
                 pool.hold(hit)
                 held.append(hit)

@@ -167,6 +167,44 @@ class ResetPrefixCacheResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class WatchKvEventsRequest(_message.Message):
+    __slots__ = ("snapshot", "token_ids")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    snapshot: bool
+    token_ids: bool
+    def __init__(self, snapshot: bool = ..., token_ids: bool = ...) -> None: ...
+
+class WatchKvEventsResponse(_message.Message):
+    __slots__ = ("data_parallel_rank", "sequence_number", "cleared", "removed_block_hashes", "stored_blocks", "has_more", "block_size")
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HAS_MORE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    data_parallel_rank: int
+    sequence_number: int
+    cleared: bool
+    removed_block_hashes: _containers.RepeatedScalarFieldContainer[int]
+    stored_blocks: _containers.RepeatedCompositeFieldContainer[CachedBlock]
+    has_more: bool
+    block_size: int
+    def __init__(self, data_parallel_rank: _Optional[int] = ..., sequence_number: _Optional[int] = ..., cleared: bool = ..., removed_block_hashes: _Optional[_Iterable[int]] = ..., stored_blocks: _Optional[_Iterable[_Union[CachedBlock, _Mapping]]] = ..., has_more: bool = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class CachedBlock(_message.Message):
+    __slots__ = ("block_hash", "parent_block_hash", "cache_salt", "token_ids")
+    BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    block_hash: int
+    parent_block_hash: int
+    cache_salt: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, block_hash: _Optional[int] = ..., parent_block_hash: _Optional[int] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("time_limit",)
     TIME_LIMIT_FIELD_NUMBER: _ClassVar[int]

@@ -61,6 +61,11 @@ class AdminServiceStub(object):
                 request_serializer=tailrace_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=tailrace_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.WatchKvEvents = channel.unary_stream(
+                '/tailrace.v1.AdminService/WatchKvEvents',
+                request_serializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tailrace.v1.AdminService/Drain',
                 request_serializer=tailrace_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -108,6 +113,14 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchKvEvents(self, request, context):
+        """Tells what the prefix cache of each core holds, and from then on what comes into
+        it and leaves it, until the client leaves or the server goes away (UNAVAILABLE).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes the server out of service for good, as SIGTERM does but for ending the
         process: health turns NOT_SERVING, new requests are refused, live ones may
@@ -144,6 +157,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=tailrace_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=tailrace_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'WatchKvEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchKvEvents,
+                    request_deserializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -288,6 +306,33 @@ class AdminService(object):
             '/tailrace.v1.AdminService/ResetPrefixCache',
             tailrace_dot_v1_dot_admin__pb2.ResetPrefixCacheRequest.SerializeToString,
             tailrace_dot_v1_dot_admin__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchKvEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tailrace.v1.AdminService/WatchKvEvents',
+            tailrace_dot_v1_dot_admin__pb2.WatchKvEventsRequest.SerializeToString,
+            tailrace_dot_v1_dot_admin__pb2.WatchKvEventsResponse.FromString,
             options,
             channel_credentials,
             insecure,
