@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from importlib.util import find_spec
+from pathlib import Path
 
 # Before torch: threads that wait must not spin on the cores that other tests and processes need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -11,6 +14,12 @@ import pytest
 
 from kernels.cpu import CpuOps, load_library, variants
 
+collect_ignore = [
+    path.name
+    for path in Path(__file__).parent.glob("test_*.py")
+    if find_spec("triton") is None and re.search(r"kernels\.(interpreted|cross_compile) import", path.read_text())
+]
+"""Without Triton there are no kernels for GPUs to test."""
 VARIANTS = ["generic", "avx2", "avx512"]
 
 

@@ -6,9 +6,10 @@ What a kernel must not read is NaN, what it must write is NaN before, what it mu
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from triton.runtime import interpreter
 
 from kernels.cuda import CudaOps
 from kernels.gpu import Gpu
@@ -19,6 +20,17 @@ if TYPE_CHECKING:
 AMPERE, HOPPER = Gpu(capability=80, num_sms=108), Gpu(capability=90, num_sms=132)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 """Largest difference from the twin, of numbers around 1: two units in the last place, or sums in another order."""
+
+_patch_tensors = interpreter._patch_lang_tensor
+
+
+def _patch_tensors_for_numpy(tensor: Any, scope: Any) -> None:
+    """Bounds of loops are arrays of one number to the interpreter; int() of these is an error since NumPy 2.4."""
+    _patch_tensors(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_tensors_for_numpy
 
 
 def cuda_ops(gpu: Gpu = HOPPER) -> CudaOps:

@@ -12,7 +12,6 @@ import pytest
 
 from tests.kernels.cross_compile import SHARED_LIMIT, Compiled, launches, table
 
-pytest.importorskip("triton")
 LAUNCHES = launches()
 CASES = [(name, capability) for name, launch in LAUNCHES.items() for capability in launch.capabilities]
 

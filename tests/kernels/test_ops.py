@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kernels import cpu
 from kernels.cpu import CpuOps, load_library
-from kernels.cuda import CudaOps
-from kernels.gpu import Gpu
 from kernels.ops import make_ops
 from kernels.reference import ReferenceOps
 
@@ -47,14 +44,6 @@ def test_without_compiled_kernels_the_reference_computes_and_says_so(
     assert type(ops) is ReferenceOps
     (record,) = caplog.records
     assert "C++ kernels are not built" in record.message
-
-
-def test_a_gpu_gets_kernels_shaped_for_it(monkeypatch: pytest.MonkeyPatch):
-    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", {torch.device("cuda", 1): properties}.get)
-    ops = make_ops(torch.device("cuda", 1), 16, 1)
-    assert isinstance(ops, CudaOps)
-    assert ops.gpu == Gpu(capability=90, num_sms=132)
 
 
 def test_a_device_without_kernels_of_its_own_gets_the_reference():

@@ -9,7 +9,6 @@ from kernels import triton_cache
 from kernels.reference import FP8, ReferenceOps
 from tests.kernels.interpreted import TOLERANCE, assert_equals_twin, cuda_ops
 
-pytest.importorskip("triton")
 OPS, TWIN = cuda_ops(), ReferenceOps()
 BLOCKS, CANARY = 5, 7.0
 DTYPES = list(TOLERANCE)
