@@ -104,7 +104,7 @@ class ReferenceOps(ReferenceStepOps):
         starts, lengths = query_starts.tolist(), seq_lens.tolist()
         for row, length in enumerate(lengths):
             first, end = starts[row], starts[row + 1]
-            if first == end or not length:
+            if first == end:
                 continue
             blocks = block_tables[row, : -(-length // block_size)].long()
             keys = key_cache[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float()

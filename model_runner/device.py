@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.ops import make_ops
+from model_runner.graph_backend import CudaGraphs
 from model_runner.host_copy import CudaCopier, copy_here
 from model_runner.parallel import Workers, make_workers
 from protos.config import MIB
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kernels.ops import Ops
+    from model_runner.graph_backend import GraphBackend
     from model_runner.host_copy import HostCopier
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
@@ -49,6 +51,8 @@ class DevicePolicy:
     """Linear layers compute with the integers that a checkpoint has, instead of turning them into floats."""
     shares_memory: bool = True
     """The device computes on the host's memory: what numpy writes there, tensors see."""
+    graphs: GraphBackend | None = None
+    """Records steps that decode; None where every step runs operation by operation."""
     to_host: HostCopier = copy_here
     """Starts a copy of tensors to the host; nobody waits for the device before `wait` is called on what it returns."""
 
@@ -107,8 +111,16 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         workers=make_workers(place, device),
         keeps_integers=is_ours_to_choose and has_integers and ops.keeps_integers,
         shares_memory=on_cpu,
+        graphs=_graphs(config, place, device),
         to_host=copy_here if on_cpu else CudaCopier(device),
     )
+
+
+def _graphs(config: EngineConfig, place: Place, device: torch.device) -> GraphBackend | None:
+    """What a stage waits for and hands on is not part of a recording."""
+    if config.executor.graphs == "off" or place.pipeline_size > 1 or device.type == "cpu":
+        return None
+    return CudaGraphs(device)
 
 
 def _gpu(place: Place) -> torch.device:

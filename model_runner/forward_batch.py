@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.reference_step import StepTensors
@@ -45,8 +46,8 @@ class ForwardBatch:
 
 
 class ForwardBuffers:
-    """The memory that every step's tensors lie in, of the most tokens and rows a step has: a recorded step finds the
-    next one's where it found its own."""
+    """The memory that every step's tensors lie in, of the most tokens and rows a step has: a step that was recorded
+    finds the next one's where it found its own."""
 
     def __init__(self, num_tokens: int, num_rows: int, batch: InputBatch, policy: DevicePolicy) -> None:
         """`batch` is what steps are of."""
@@ -55,28 +56,48 @@ class ForwardBuffers:
             return torch.zeros(shape, dtype=dtype, device=policy.device)
 
         self._batch, self._policy = batch, policy
+        self.max_rows = min(num_rows, num_tokens)
         self._all = StepTensors(
             input_ids=zeros(num_tokens, dtype=torch.int64),
             positions=zeros(num_tokens, dtype=torch.int64),
             slots=zeros(num_tokens, dtype=torch.int64),
-            query_starts=zeros(num_rows + 1),
-            seq_lens=zeros(num_rows),
-            block_tables=zeros(num_rows, batch.block_table.shape[1]),
+            query_starts=zeros(self.max_rows + 1),
+            seq_lens=zeros(self.max_rows),
+            block_tables=zeros(self.max_rows, batch.block_table.shape[1]),
         )
+        self._every_token = torch.arange(self.max_rows, device=policy.device)
 
     def fill(self, step: SchedulerOutput, kv_caches: KVCaches, spans: PromptSpans | None = None) -> ForwardBatch:
         """The batch of a step. It holds until the next one is filled."""
-        num_rows = len(step.rows)
-        query_starts = np.zeros(num_rows + 1, np.int32)
-        np.cumsum(step.counts, out=query_starts[1:])
-        num_tokens = int(query_starts[-1])
-        output_tokens = (query_starts[1:] - 1)[step.samples].astype(np.int64)
-        if spans is not None:
-            output_tokens = np.concatenate([output_tokens, spans.tokens])
-        width = -(-int((step.starts + step.counts).max()) // self._batch.block_size)
-        tensors = self._view(num_tokens, num_rows, width)
-        self._fill(step, query_starts, tensors)
-        return ForwardBatch(*tensors, self._policy.tensor(output_tokens), kv_caches)
+        num_rows, num_tokens = len(step.rows), step.num_tokens
+        tensors = self._view(num_tokens, num_rows, self._width(step))
+        query_starts = self._fill(step, tensors)
+        if num_tokens == num_rows and spans is None and step.samples.all():
+            output_tokens = self._every_token[:num_rows]
+        else:
+            of_step = (query_starts[1:] - 1)[step.samples].astype(np.int64)
+            output_tokens = self._policy.tensor(of_step if spans is None else np.concatenate([of_step, spans.tokens]))
+        return ForwardBatch(*tensors, output_tokens, kv_caches)
+
+    def padding(self, size: int, kv_caches: KVCaches) -> ForwardBatch:
+        """The batch of a step without any row, padded to rows of one token each, all of which count as drawing: what is
+        recorded of it is of every step that fits into it."""
+        tensors = self._view(size, size, self._all.block_tables.shape[1])
+        tensors.input_ids.zero_()
+        tensors.positions.zero_()
+        tensors.slots.fill_(-1)
+        tensors.query_starts.copy_(torch.arange(size + 1))
+        tensors.seq_lens.zero_()
+        tensors.block_tables.zero_()
+        return ForwardBatch(*tensors, self._every_token[:size], kv_caches)
+
+    def fill_padded(self, step: SchedulerOutput, size: int) -> None:
+        """Puts a step whose rows compute and draw one token each where `padding` of the size has its tensors."""
+        self._fill(step, self._view(size, size, self._width(step)))
+
+    def _width(self, step: SchedulerOutput) -> int:
+        """Blocks of the longest row."""
+        return -(-int((step.starts + step.counts).max()) // self._batch.block_size)
 
     def _view(self, num_tokens: int, num_rows: int, width: int) -> StepTensors:
         everything = self._all
@@ -89,14 +110,23 @@ class ForwardBuffers:
             everything.block_tables[:num_rows, :width],
         )
 
-    def _fill(
-        self, step: SchedulerOutput, query_starts: np.ndarray[tuple[int], np.dtype[np.int32]], tensors: StepTensors
-    ) -> None:
+    def _fill(self, step: SchedulerOutput, tensors: StepTensors) -> npt.NDArray[np.int32]:
+        """Returns where the tokens of each row start."""
         num_rows, batch = len(step.rows), self._batch
         # One copy to the device for all of it.
-        packed = self._policy.tensor(np.concatenate([step.rows, step.starts, query_starts]))
-        rows, starts, ends = packed.tensor_split([num_rows, 2 * num_rows])
-        num_tokens = int(query_starts[-1])
+        packed = np.zeros(3 * num_rows + 1, np.int32)
+        packed[:num_rows], packed[num_rows : 2 * num_rows] = step.rows, step.starts
+        query_starts = packed[2 * num_rows :]
+        np.cumsum(step.counts, out=query_starts[1:])
+        rows, starts, on_device = self._policy.tensor(packed).tensor_split([num_rows, 2 * num_rows])
         self._policy.ops.step_tensors(
-            batch.token_table, batch.block_table, rows, starts, ends, num_tokens, batch.block_size, tensors
+            batch.token_table,
+            batch.block_table,
+            rows,
+            starts,
+            on_device,
+            int(query_starts[-1]),
+            batch.block_size,
+            tensors,
         )
+        return query_starts

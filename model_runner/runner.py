@@ -8,6 +8,7 @@ import torch
 
 from model_runner.draws import Draws
 from model_runner.forward_batch import ForwardBuffers
+from model_runner.graphs import Graphs
 from model_runner.input_batch import InputBatch
 from model_runner.kv_cache import allocate_cache, fit_cache
 from model_runner.logprobs import chunk_scratch, join, split, token_logprobs
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from model_runner.device import DevicePolicy
+    from model_runner.graph_backend import GraphBackend
     from model_runner.prompt_spans import PromptSpans
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
@@ -58,6 +60,9 @@ class ModelRunner:
         self._step: SchedulerOutput | None = None
         self._spans: PromptSpans | None = None
         self._hidden = torch.empty(0)
+        self._logits: torch.Tensor | None = None
+        """Of the step last executed, where a graph has made them already."""
+        self._graphs: Graphs | None = None
 
     def load(self, path: Path, report: Callable[[int, int], None]) -> WorkerInfo:
         """Fills the model's weights. Raises StartupError naming the file and the tensor at fault."""
@@ -66,6 +71,8 @@ class ModelRunner:
         if self._place.pipeline_size > 1:
             elsewhere = whole_table(self._spec, self._policy).keys() - table.keys()
         load_weights(path, self._spec, self._config.model.load_format, table, report, elsewhere)
+        if self._policy.graphs is not None:
+            self._capture(self._policy.graphs)
         return WorkerInfo(
             num_blocks=self._size.num_blocks,
             max_model_len=self._size.max_model_len,
@@ -80,6 +87,11 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
+    def _capture(self, backend: GraphBackend) -> None:
+        self._graphs = Graphs(self.model, self._buffers, self._kv_caches, backend)
+        self._graphs.capture()
+
+    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Applies the step's changes and runs the forward pass of the stage; `sample` then draws its tokens."""
         self._step = step
@@ -88,9 +100,11 @@ class ModelRunner:
             self._batch.apply(step)
             self._link.check(before)
             self._spans = self._batch.prompt_spans(step)
-            batch = self._buffers.fill(step, self._kv_caches, self._spans)
-            batch.hidden = before
-            behind = self._hidden = self.model.forward(batch)
+            self._logits = None if self._graphs is None else self._graphs.run(step)
+            if self._logits is None:
+                batch = self._buffers.fill(step, self._kv_caches, self._spans)
+                batch.hidden = before
+                behind = self._hidden = self.model.forward(batch)
         finally:
             self._link.send(behind, step)
 
@@ -106,7 +120,7 @@ class ModelRunner:
         of_prompts = [] if self._spans is None else self._prompt_logprobs(self._hidden[len(rows) :], self._spans)
         if not len(rows):
             return ModelRunnerOutput(step.step_id, rows, prompt_logprobs=of_prompts)
-        logits = self.model.logits(self._hidden[: len(rows)])
+        logits = self._logits if self._logits is not None else self.model.logits(self._hidden[: len(rows)])
         token_ids, logprobs = self._sampler(logits, Draws(self._batch, rows, positions, mask))
         self._batch.record(rows, positions, self._policy.tensor(token_ids))
         return ModelRunnerOutput(step.step_id, token_ids, logprobs, of_prompts)

@@ -29,6 +29,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 ExecutorKind = Literal["auto", "uniproc", "multiproc", "ray"]
 LoadFormat = Literal["auto", "dummy"]
+Graphs = Literal["auto", "off"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,6 +118,13 @@ class ExecutorOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_threads: Annotated[
         int, Meta(ge=0, le=4096, description="CPU threads of a worker; 0: its share of the cores")
     ] = 0
+    graphs: Annotated[
+        Graphs,
+        Meta(
+            description="auto records steps in which every row decodes, and replays them, where the device and the "
+            "model allow it; off runs them operation by operation"
+        ),
+    ] = "auto"
     null_step_ms: Annotated[
         float, Meta(ge=0, le=60_000, description="simulated device time per step of the 'null' model, milliseconds")
     ] = 0.0

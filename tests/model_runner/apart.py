@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,3 +17,9 @@ if TYPE_CHECKING:
 class PolicyApart(DevicePolicy):
     def tensor(self, array: npt.NDArray[np.generic[Any]]) -> torch.Tensor:
         return torch.from_numpy(array).clone()
+
+
+def apart(policy: DevicePolicy) -> DevicePolicy:
+    """The same, with memory of its own."""
+    given = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    return PolicyApart(**given | {"shares_memory": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,10 @@ from protos.step import NewRow, SchedulerOutput
 from tests.model_runner.driver import GREEDY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from model_runner.device import DevicePolicy
     from model_runner.parallel import Workers
 
 VOCAB = 199
@@ -53,13 +56,25 @@ def save_tiny(directory: Path, architecture: str, max_shard_size: str = "1GB", *
     return model
 
 
-def make_runner(path: Path, config: EngineConfig, workers: Workers | None = None) -> ModelRunner:
-    """Not loaded yet; of workers that have met, the part of one."""
+def make_runner(
+    path: Path,
+    config: EngineConfig,
+    workers: Workers | None = None,
+    change: Callable[[DevicePolicy], DevicePolicy] = lambda policy: policy,
+) -> ModelRunner:
+    """Not loaded yet; of workers that have met, the part of one; `change` makes another policy of the config's."""
     spec = full_spec(path, read_model_spec(path))
     policy = make_device(config, spec, path) if workers is None else make_device(config, spec, path, workers.place)
     if workers is not None:
         policy = replace(policy, workers=workers)
-    return ModelRunner(config, spec, (), policy)
+    return ModelRunner(config, spec, (), change(policy))
+
+
+def save_shape(directory: Path, **changes: Any) -> None:
+    """The config of a Llama, which `--load-format dummy` makes random weights for."""
+    directory.joinpath("config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SHAPE, **changes})
+    )
 
 
 def tensors(runner: ModelRunner) -> dict[str, torch.Tensor]:

@@ -1,0 +1,76 @@
+"""Graphs: recorded steps, one for each size of batch, in which every row computes and draws one token."""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from typing import TYPE_CHECKING
+
+from model_runner.graph_backend import NotCapturableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from model_runner.forward_batch import ForwardBuffers, KVCaches
+    from model_runner.graph_backend import GraphBackend, Recorded
+    from model_runner.models import Model
+    from protos.step import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+def graph_size(sizes: Sequence[int], num_rows: int, num_tokens: int, num_draws: int) -> int | None:
+    """The size, of those recorded (ascending), that a step is padded to; None if it runs operation by operation.
+
+    That is so where a row computes several tokens or draws none, and where there are more rows than were recorded. A
+    step that tells of prompts has such a row.
+    """
+    if not num_rows == num_tokens == num_draws or not sizes or num_rows > sizes[-1]:
+        return None
+    return sizes[bisect_left(sizes, num_rows)]
+
+
+class Graphs:
+    """Of one model: its forward pass and its logits, over the buffers that every step is put into."""
+
+    def __init__(self, model: Model, buffers: ForwardBuffers, kv_caches: KVCaches, backend: GraphBackend) -> None:
+        self._model, self._buffers, self._kv_caches, self._backend = model, buffers, kv_caches, backend
+        self._sizes = backend.sizes(buffers.max_rows)
+        self._recorded: dict[int, Recorded] = {}
+
+    def capture(self) -> None:
+        """Records all sizes, where the device wants that before the first step. The largest comes first: the others
+        find room in the memory it took."""
+        if self._backend.captures_ahead:
+            for size in reversed(self._sizes):
+                if self._sizes:
+                    self._record(size)
+
+    def run(self, step: SchedulerOutput) -> torch.Tensor | None:
+        """Logits [R, vocabulary] of a step, to be overwritten at will, valid until the next; None if it is to be run
+        operation by operation."""
+        num_rows = len(step.rows)
+        size = graph_size(self._sizes, num_rows, step.num_tokens, int(step.samples.sum()))
+        if size is None:
+            return None
+        if size in self._recorded:
+            self._buffers.fill_padded(step, size)
+            self._recorded[size][1]()
+        else:
+            self._record(size, step)
+        return self._recorded[size][0][:num_rows] if size in self._recorded else None
+
+    def _record(self, size: int, step: SchedulerOutput | None = None) -> None:
+        """Of a step that is run at the same time, or of padding alone. What cannot be recorded in one size is not
+        tried in others."""
+        batch = self._buffers.padding(size, self._kv_caches)
+        if step is not None:
+            self._buffers.fill_padded(step, size)
+        try:
+            self._recorded[size] = self._backend.capture(lambda: self._model.logits(self._model.forward(batch)))
+        except NotCapturableError as error:
+            logger.warning("steps run operation by operation: %s", error)
+            self._sizes = ()
+            self._recorded.clear()
