@@ -105,10 +105,10 @@ class _One:
 
 
 class Engine:
-    """An EngineCore and what comes out of it. Without ranks it has one stage."""
+    """An EngineCore and what comes out of it. Without ranks it has one stage, in this process or as an `executor`."""
 
-    def __init__(self, path: Path, config: EngineConfig, ranks: Ranks | None = None) -> None:
-        self.executor: Any = (
+    def __init__(self, path: Path, config: EngineConfig, ranks: Ranks | None = None, executor: Any = None) -> None:
+        self.executor: Any = executor or (
             UniprocExecutor(config, (), _One(path, config)) if ranks is None else StagedExecutor(ranks, path, config)
         )
         self.core = EngineCore(config, (), executor=self.executor)
