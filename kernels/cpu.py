@@ -1,20 +1,13 @@
-"""CpuOps: the C++ kernels of cpp/, called through ctypes (which releases the GIL).
-
-The same source is compiled once per instruction set; the best one this processor runs is loaded after
-torch, so that it shares torch's OpenMP runtime and its threads.
-"""
+"""CpuOps: the C++ kernels of cpp/, for whatever sizes they take."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.cpu_library import Calls, Library, load_library, variants
 from kernels.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -29,93 +22,13 @@ _SILU, _GELU = 0, 1
 """Activations of the gated product, as cpp/elementwise.h numbers them."""
 _LANES = 16
 """Sizes must be a multiple of the widest vector, floats; others take the reference."""
-_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
-
-
-class _QuantisedArgs(ctypes.Structure):
-    """QuantisedArgs of cpp/quantised.h, field by field."""
-
-    _fields_ = [
-        ("tiles", _pointer),
-        ("x", _pointer),
-        ("out", _pointer),
-        ("rows", _long),
-        ("size", _long),
-        ("outputs", _long),
-        ("stride", _long),
-        ("bits", _int),
-        ("group", _int),
-        ("has_minimums", _int),
-        ("wide_scales", _int),
-        ("num_threads", _int),
-    ]
-
-
-class _AttentionArgs(ctypes.Structure):
-    """AttentionArgs of cpp/attention.h, field by field."""
-
-    _fields_ = [
-        ("query", _pointer),
-        ("key_cache", _pointer),
-        ("value_cache", _pointer),
-        ("out", _pointer),
-        ("query_starts", _pointer),
-        ("seq_lens", _pointer),
-        ("block_tables", _pointer),
-        ("query_stride", _long),
-        ("table_stride", _long),
-        ("num_rows", _int),
-        ("num_heads", _int),
-        ("num_kv_heads", _int),
-        ("head_dim", _int),
-        ("block_size", _int),
-        ("sliding_window", _int),
-        ("num_threads", _int),
-        ("scale", _float),
-        ("softcap", _float),
-    ]
-
-
-_SIGNATURES: dict[str, list[type]] = {
-    "attention": [_int, _pointer],
-    "write_kv": [_int, *[_pointer] * 5, *[_long] * 3, *[_int] * 4],
-    "rms_norm": [_int, *[_pointer] * 4, _long, _long, _float, _int],
-    "layer_norm": [_int, *[_pointer] * 5, _long, _long, _float, _int],
-    "rotary": [_int, *[_pointer] * 3, _long, _long, *[_int] * 4],
-    "norm_heads": [_int, *[_pointer] * 2, _long, _long, _int, _int, _float, _int],
-    "gated": [_int, _int, *[_pointer] * 2, _long, _long, _int],
-    "gelu": [_int, *[_pointer] * 2, _long, _int],
-    "quantised_linear": [_pointer],
-    "softcap": [_pointer, _long, _float, _int],
-}
-
-
-@cache
-def load_library(variant: str) -> ctypes.CDLL | None:
-    """The kernels compiled for an instruction set, or None where they were not built."""
-    for suffix in EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_cpu_{variant}{suffix}")
-        if path.exists():
-            library = ctypes.CDLL(str(path))
-            for name, argument_types in _SIGNATURES.items():
-                function = getattr(library, f"tailrace_{name}")
-                function.argtypes, function.restype = argument_types, None
-            return library
-    return None
-
-
-def variants() -> list[str]:
-    """The instruction sets of this processor, best first."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    has_avx512 = capability == "AVX512" and torch.cpu._is_vnni_supported()
-    return ["avx512"] * has_avx512 + ["avx2"] * (capability in ("AVX2", "AVX512")) + ["generic"]
 
 
 def make_cpu_ops(block_size: int, num_threads: int) -> ReferenceOps:
     """The fastest kernels that this processor runs and that take blocks of this size."""
     for variant in variants():
         library = load_library(variant)
-        if library is not None and block_size % library.tailrace_vector_width() == 0:
+        if library is not None and block_size % library.vector_width == 0:
             return CpuOps(library, num_threads)
     logger.warning("the C++ kernels are not built (no compiler at install time?): attention will be slow")
     return ReferenceOps()
@@ -126,18 +39,22 @@ class CpuOps(ReferenceOps):
 
     keeps_integers = True
 
-    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        self._num_threads = num_threads
-        self._attention = library.tailrace_attention
-        self._write_kv = library.tailrace_write_kv
-        self._rms_norm = library.tailrace_rms_norm
-        self._layer_norm = library.tailrace_layer_norm
-        self._rotary = library.tailrace_rotary
-        self._norm_heads = library.tailrace_norm_heads
-        self._gated = library.tailrace_gated
-        self._gelu = library.tailrace_gelu
-        self._softcap = library.tailrace_softcap
-        self._quantised_linear = library.tailrace_quantised_linear
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self.calls = calls = Calls(library, num_threads)
+        self._attention = calls.kernel("attention")
+        self._write_kv = calls.kernel("write_kv")
+        self._rms_norm = calls.kernel("rms_norm")
+        self._layer_norm = calls.kernel("layer_norm")
+        self._rotary = calls.kernel("rotary")
+        self._norm_heads = calls.kernel("norm_heads")
+        self._gated = calls.kernel("gated")
+        self._gelu = calls.kernel("gelu")
+        self._softcap = calls.kernel("softcap")
+        self._add = calls.kernel("add")
+        self._scale = calls.kernel("scale")
+        self._rows = calls.kernel("rows")
+        self._quantised_linear = calls.kernel("quantised_linear")
+        self._quantised_rows = calls.kernel("quantised_rows")
 
     def write_kv(
         self,
@@ -155,7 +72,6 @@ class CpuOps(ReferenceOps):
         assert key.stride(1) == value.stride(1) == head_dim
         assert slots.dtype == torch.int64
         self._write_kv(
-            _DTYPES[key.dtype],
             key.data_ptr(),
             value.data_ptr(),
             key_cache.data_ptr(),
@@ -164,10 +80,10 @@ class CpuOps(ReferenceOps):
             tokens,
             key.stride(0),
             value.stride(0),
+            _DTYPES[key.dtype],
             kv_heads,
             head_dim,
             value_cache.shape[2],
-            self._num_threads,
         )
 
     def attention(
@@ -190,7 +106,7 @@ class CpuOps(ReferenceOps):
         assert query.stride(1) == head_dim
         assert query_starts.dtype == seq_lens.dtype == block_tables.dtype == torch.int32
         out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
-        arguments = _AttentionArgs(
+        self._attention(
             query.data_ptr(),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
@@ -206,11 +122,10 @@ class CpuOps(ReferenceOps):
             head_dim,
             value_cache.shape[2],
             sliding_window,
-            self._num_threads,
+            _DTYPES[query.dtype],
             scale,
             softcap,
         )
-        self._attention(_DTYPES[query.dtype], ctypes.byref(arguments))
         return out
 
     def rms_norm(
@@ -223,17 +138,8 @@ class CpuOps(ReferenceOps):
         assert weight.dtype == torch.float32
         out = torch.empty_like(x)
         summed = None if residual is None else residual.data_ptr()
-        self._rms_norm(
-            _DTYPES[x.dtype],
-            x.data_ptr(),
-            summed,
-            weight.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            size,
-            eps,
-            self._num_threads,
-        )
+        pointers = x.data_ptr(), summed, weight.data_ptr(), None, out.data_ptr()
+        self._rms_norm(*pointers, tokens, size, eps, _DTYPES[x.dtype])
         return out
 
     def layer_norm(
@@ -251,18 +157,8 @@ class CpuOps(ReferenceOps):
         assert weight.dtype == bias.dtype == torch.float32
         out = torch.empty_like(x)
         summed = None if residual is None else residual.data_ptr()
-        self._layer_norm(
-            _DTYPES[x.dtype],
-            x.data_ptr(),
-            summed,
-            weight.data_ptr(),
-            bias.data_ptr(),
-            out.data_ptr(),
-            tokens,
-            size,
-            eps,
-            self._num_threads,
-        )
+        pointers = x.data_ptr(), summed, weight.data_ptr(), bias.data_ptr(), out.data_ptr()
+        self._layer_norm(*pointers, tokens, size, eps, _DTYPES[x.dtype])
         return out
 
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
@@ -271,17 +167,8 @@ class CpuOps(ReferenceOps):
             return super().norm_heads(x, weight, eps)
         assert x.stride(1) == head_dim
         assert weight.dtype == torch.float32
-        self._norm_heads(
-            _DTYPES[x.dtype],
-            x.data_ptr(),
-            weight.data_ptr(),
-            tokens,
-            x.stride(0),
-            heads,
-            head_dim,
-            eps,
-            self._num_threads,
-        )
+        pointers = x.data_ptr(), weight.data_ptr()
+        self._norm_heads(*pointers, tokens, x.stride(0), eps, _DTYPES[x.dtype], heads, head_dim)
         return None
 
     def rotary(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> None:
@@ -291,18 +178,10 @@ class CpuOps(ReferenceOps):
             return super().rotary(x, cosines, sines)
         assert x.stride(1) == head_dim
         assert cosines.dtype == sines.dtype == torch.float32
-        self._rotary(
-            _DTYPES[x.dtype],
-            x.data_ptr(),
-            cosines.data_ptr(),
-            sines.data_ptr(),
-            tokens,
-            x.stride(0),
-            heads,
-            head_dim,
-            rotated,
-            self._num_threads,
-        )
+        assert cosines.is_contiguous()
+        assert sines.is_contiguous()
+        pointers = x.data_ptr(), cosines.data_ptr(), sines.data_ptr()
+        self._rotary(*pointers, tokens, x.stride(0), _DTYPES[x.dtype], heads, head_dim, rotated)
         return None
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
@@ -316,7 +195,7 @@ class CpuOps(ReferenceOps):
             return super().gelu(x)
         assert x.is_contiguous()
         out = torch.empty_like(x)
-        self._gelu(_DTYPES[x.dtype], x.data_ptr(), out.data_ptr(), x.numel(), self._num_threads)
+        self._gelu(x.data_ptr(), out.data_ptr(), x.numel(), _DTYPES[x.dtype])
         return out
 
     def softcap(self, x: torch.Tensor, cap: float) -> None:
@@ -324,42 +203,67 @@ class CpuOps(ReferenceOps):
             return super().softcap(x, cap)
         assert x.is_contiguous()
         assert x.dtype == torch.float32
-        self._softcap(x.data_ptr(), x.numel(), cap, self._num_threads)
+        self._softcap(x.data_ptr(), x.numel(), cap)
         return None
 
-    def quantised_product(self, weight: QuantisedMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        return _QuantisedProduct(self._quantised_linear, weight, self._num_threads)
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        rows, size = x.shape
+        if size % _LANES or x.dtype != y.dtype:
+            return super().add(x, y)
+        assert x.is_contiguous()
+        assert y.stride(-1) == 1
+        self._add(x.data_ptr(), y.data_ptr(), rows, size, y.stride(0) if y.dim() == 2 else 0, _DTYPES[x.dtype])
+        return x
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        if x.shape[-1] % _LANES:
+            return super().scale(x, factor)
+        assert x.is_contiguous()
+        self._scale(x.data_ptr(), x.numel(), factor, _DTYPES[x.dtype])
+        return x
+
+    def rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        assert table.stride(1) == 1
+        assert indices.dtype == torch.int64
+        assert indices.is_contiguous()
+        (count,), size, cell = indices.shape, table.shape[1], table.itemsize
+        out = torch.empty((count, size), dtype=table.dtype)
+        pointers = table.data_ptr(), indices.data_ptr(), out.data_ptr()
+        self._rows(*pointers, count, size * cell, table.stride(0) * cell)
+        return out
+
+    def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:
+        assert indices.dtype == torch.int64
+        assert indices.is_contiguous()
+        (count,), size = indices.shape, weight.shape[1]
+        out = torch.empty((count, size))
+        pointers = weight.tiles.data_ptr(), indices.data_ptr(), out.data_ptr()
+        self._quantised_rows(*pointers, count, size, *_numbers(weight))
+        return out
+
+    def quantised_product(
+        self, weight: QuantisedMatrix, activation_bits: int = 16
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        (outputs, size), numbers = weight.shape, _numbers(weight)
+        kernel = self._quantised_linear
+
+        def product(x: torch.Tensor, out: torch.Tensor) -> None:
+            assert x.is_contiguous()
+            assert x.dtype == out.dtype == torch.float32
+            pointers = weight.tiles.data_ptr(), x.data_ptr(), out.data_ptr()
+            kernel(*pointers, x.shape[0], size, outputs, out.stride(0), *numbers, activation_bits)
+
+        return product
 
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()
         tokens, size = x.shape[0], x.shape[1] // 2
         out = torch.empty((tokens, size), dtype=x.dtype)
-        self._gated(_DTYPES[x.dtype], activation, x.data_ptr(), out.data_ptr(), tokens, size, self._num_threads)
+        self._gated(x.data_ptr(), out.data_ptr(), tokens, size, _DTYPES[x.dtype], activation)
         return out
 
 
-class _QuantisedProduct:
-    """Holds the weights, and the arguments that are the same for every call."""
-
-    def __init__(self, function: Callable[..., None], weight: QuantisedMatrix, num_threads: int) -> None:
-        form = weight.format
-        self._function, self._weight = function, weight
-        self._arguments = _QuantisedArgs(
-            tiles=weight.tiles.data_ptr(),
-            size=weight.shape[1],
-            outputs=weight.shape[0],
-            bits=form.bits,
-            group=form.group,
-            has_minimums=form.has_minimums,
-            wide_scales=form.scale_type == torch.float32,
-            num_threads=num_threads,
-        )
-        self._reference = ctypes.byref(self._arguments)
-
-    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        assert x.is_contiguous()
-        assert x.dtype == out.dtype == torch.float32
-        arguments = self._arguments
-        arguments.x, arguments.out = x.data_ptr(), out.data_ptr()
-        arguments.rows, arguments.stride = x.shape[0], out.stride(0)
-        self._function(self._reference)
+def _numbers(weight: QuantisedMatrix) -> tuple[int, int, bool, bool]:
+    """How a kernel is told of a format."""
+    form = weight.format
+    return form.bits, form.group, form.has_minimums, form.scale_type == torch.float32

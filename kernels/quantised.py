@@ -2,8 +2,8 @@
 
 weight[o, k] = value[o, k] * scale[o, g] + minimum[o, g], with g the group of inputs that k is in. TILE outputs lie
 together; a tile holds, group by group: the integers, TILE scales, and TILE minimums where there are any. Eight-bit
-integers lie by pairs of inputs, in them output by output. Of four-bit ones a 16-bit word has an output's weights for
-every other of eight inputs, so that a shift and a mask make a vector of them.
+integers lie by fours of inputs, in them output by output. Of four-bit ones a byte has an output's weights for two
+inputs that are four apart, so that a shift and a mask make the same of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ TILE = 16
 """Outputs that lie together; cpp/quantised.h has the same."""
 FOUR_BIT_ZERO = 8
 """What is added to signed four-bit integers, which are kept without sign; the minimum takes it back."""
+EIGHT_BIT_ZERO = 128
+"""The same for those of eight bits, which have no minimum; the products take it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +84,11 @@ class QuantisedMatrix:
             if values.dtype == torch.int8:
                 values, minimums = values + FOUR_BIT_ZERO, scales * -FOUR_BIT_ZERO
             assert minimums is not None, "four-bit integers have minimums"
+        elif not form.has_minimums:
+            values = values.view(torch.uint8) ^ EIGHT_BIT_ZERO
         spare = -rows % TILE
         tiles = self.tiles[first // TILE : (first + rows + spare) // TILE]
-        values = F.pad(values, (0, 0, 0, spare))
+        values = F.pad(values.view(torch.uint8), (0, 0, 0, spare))
         tiles[:, :, : form.integer_bytes] = (_pack_four if form.bits == 4 else _pack_eight)(values, self.num_groups)
         at = form.integer_bytes
         for numbers in (scales, minimums) if form.has_minimums else (scales,):
@@ -102,7 +106,8 @@ class QuantisedMatrix:
         packed = tiles[:, :, : form.integer_bytes]
         values = (_unpack_four if form.bits == 4 else _unpack_eight)(packed.contiguous(), form.group)[lanes]
         numbers = tiles[:, :, form.integer_bytes :].contiguous().view(form.scale_type)
-        weights = values.float() * numbers[:, :, :TILE][lanes].float()[:, :, None]
+        values = values.float() - (0 if form.has_minimums else EIGHT_BIT_ZERO)
+        weights = values * numbers[:, :, :TILE][lanes].float()[:, :, None]
         if form.has_minimums:
             weights += numbers[:, :, TILE:][lanes].float()[:, :, None]
         return weights.flatten(1)
@@ -115,25 +120,23 @@ class QuantisedMatrix:
 
 def _pack_four(values: torch.Tensor, groups: int) -> torch.Tensor:
     """[outputs, inputs] below 16 to [tiles, groups, bytes]."""
-    # tile, output, group, eight inputs: four pairs
-    pairs = values.view(-1, TILE, groups, values.shape[1] // groups // 8, 4, 2).to(torch.int16)
-    words = pairs[..., 0, :] | pairs[..., 1, :] << 4 | pairs[..., 2, :] << 8 | pairs[..., 3, :] << 12
-    return words.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2)
+    # tile, output, group, eight inputs: two halves of four
+    halves = values.view(-1, TILE, groups, values.shape[1] // groups // 8, 2, 4).to(torch.uint8)
+    return (halves[..., 0, :] | halves[..., 1, :] << 4).permute(0, 2, 3, 1, 4).flatten(2)
 
 
 def _unpack_four(packed: torch.Tensor, group: int) -> torch.Tensor:
     """[n, groups, bytes] to [n, groups, TILE, group]."""
-    words = packed.view(torch.int16).view(*packed.shape[:2], group // 8, TILE, 1, 2)
-    shifts = torch.tensor([0, 4, 8, 12], dtype=torch.int16)[:, None]
-    return (words >> shifts & 15).transpose(2, 3).flatten(3)
+    fours = packed.view(*packed.shape[:2], group // 8, TILE, 4).transpose(2, 3)
+    return torch.stack([fours & 15, fours >> 4], -2).flatten(3)
 
 
 def _pack_eight(values: torch.Tensor, groups: int) -> torch.Tensor:
-    """[outputs, inputs] of 8 bits to [tiles, groups, bytes]."""
-    pairs = values.view(torch.uint8).view(-1, TILE, groups, values.shape[1] // groups // 2, 2)
-    return pairs.permute(0, 2, 3, 1, 4).flatten(2)
+    """[outputs, inputs] bytes to [tiles, groups, bytes]."""
+    fours = values.view(-1, TILE, groups, values.shape[1] // groups // 4, 4)
+    return fours.permute(0, 2, 3, 1, 4).flatten(2)
 
 
 def _unpack_eight(packed: torch.Tensor, group: int) -> torch.Tensor:
     """[n, groups, bytes] to [n, groups, TILE, group]."""
-    return packed.view(torch.int8).view(*packed.shape[:2], group // 2, TILE, 2).transpose(2, 3).flatten(3)
+    return packed.view(*packed.shape[:2], group // 4, TILE, 4).transpose(2, 3).flatten(3)

@@ -180,10 +180,12 @@ class ReferenceOps(ReferenceStepOps):
                 first = end
         return out
 
-    def quantised_product(self, weight: QuantisedMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def quantised_product(
+        self, weight: QuantisedMatrix, activation_bits: int = 16
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """What makes out [rows, outputs] of x [rows, inputs]: its product with the transposed weights, all float32.
 
-        Others may round x to 16 bits, with a scale for each group of inputs, and take one call at a time.
+        Others may round x to 8 or 16 bits, with a scale for each group of inputs.
         """
 
         def product(x: torch.Tensor, out: torch.Tensor) -> None:
@@ -193,6 +195,22 @@ class ReferenceOps(ReferenceStepOps):
                 first += len(part)
 
         return product
+
+    def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:
+        """The weights of some outputs: indices [n], int64, to [n, inputs] float32."""
+        return weight.rows(indices)
+
+    def rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Some rows of table [rows, size]: indices [n], int64, to [n, size]."""
+        return F.embedding(indices, table)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """x [tokens, size] plus y, [tokens, size] or [size], in place."""
+        return x.add_(y)
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """x [tokens, size] times a number, in place."""
+        return x.mul_(factor)
 
     def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up [tokens, size], where x [tokens, 2 * size] holds the gates and then the ups."""

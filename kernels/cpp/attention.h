@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "simd.h"
+#include "team.h"
 
 struct AttentionArgs {
   const void* query;        // [tokens, num_heads, head_dim], rows query_stride apart
@@ -38,7 +39,7 @@ struct AttentionArgs {
   int32_t head_dim;
   int32_t block_size;
   int32_t sliding_window;  // keys a query sees, itself included; 0 is all
-  int32_t num_threads;
+  int32_t dtype;
   float scale;
   float softcap;  // scores become softcap * tanh(score / softcap); 0 leaves them
 };
@@ -316,20 +317,20 @@ inline Scratch& thread_scratch() {
   return scratch;
 }
 
-// Whole tiles on each thread; used where there are enough of them.
+// Whole tiles for each member; used where there are enough of them.
 template <class T, int W>
-void attend_tiles(const AttentionArgs& args, const std::vector<Tile>& tiles) {
-#pragma omp parallel for schedule(dynamic, 1) num_threads(args.num_threads) if (args.num_threads > 1 && tiles.size() > 1)
-  for (size_t i = 0; i < tiles.size(); i++) {
-    Scratch& scratch = thread_scratch();
-    TileAttention<T, W> tile(args, tiles[i], scratch);
-    tile.start();
-    for (int p = tile.first_partition(); p <= tile.last_partition(); p++) {
-      tile.attend(p);
-      tile.merge(scratch.partial.data(), scratch.partial_max.data(), scratch.partial_sum.data());
+void attend_tiles(const AttentionArgs& args, const std::vector<Tile>& tiles, Team& team) {
+  Scratch& scratch = thread_scratch();
+  for (Range range; (range = team.take(tiles.size(), 1)).begin < range.end;)
+    for (int64_t i = range.begin; i < range.end; i++) {
+      TileAttention<T, W> tile(args, tiles[i], scratch);
+      tile.start();
+      for (int p = tile.first_partition(); p <= tile.last_partition(); p++) {
+        tile.attend(p);
+        tile.merge(scratch.partial.data(), scratch.partial_max.data(), scratch.partial_sum.data());
+      }
+      tile.finish();
     }
-    tile.finish();
-  }
 }
 
 // One partition of a tile, and where its output, maxima and sums lie among all partial results.
@@ -338,57 +339,85 @@ struct Part {
   size_t output, statistics;
 };
 
-// Partitions of the same tile on different threads, then the same merge as above, in the same order.
+// Partitions of the same tile by different members, then the same merge as above, in the same order.
 template <class T, int W>
-void attend_parts(const AttentionArgs& args, const std::vector<Tile>& tiles) {
+void attend_parts(const AttentionArgs& args, const std::vector<Tile>& tiles, Team& team) {
+  Scratch& scratch = thread_scratch();
   std::vector<Part> parts;
   std::vector<size_t> tile_parts = {0};
   size_t rows = 0;
   for (size_t i = 0; i < tiles.size(); i++) {
-    TileAttention<T, W> tile(args, tiles[i], thread_scratch());
+    TileAttention<T, W> tile(args, tiles[i], scratch);
     for (int p = tile.first_partition(); p <= tile.last_partition(); p++, rows += tile.rows())
       parts.push_back({(int32_t)i, p, rows * args.head_dim, rows});
     tile_parts.push_back(parts.size());
   }
-  std::vector<float> outputs(rows * args.head_dim), maxima(rows), sums(rows);
-#pragma omp parallel num_threads(args.num_threads)
-  {
-    Scratch& scratch = thread_scratch();
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < parts.size(); i++) {
+  float* const outputs = (float*)team.memory();
+  float *const maxima = outputs + rows * args.head_dim, *const sums = maxima + rows;
+  for (Range range; (range = team.take(parts.size(), 1)).begin < range.end;)
+    for (int64_t i = range.begin; i < range.end; i++) {
       TileAttention<T, W> tile(args, tiles[parts[i].tile], scratch);
       tile.attend(parts[i].partition);
       std::copy_n(scratch.partial.begin(), (size_t)tile.rows() * args.head_dim, &outputs[parts[i].output]);
       std::copy_n(scratch.partial_max.begin(), tile.rows(), &maxima[parts[i].statistics]);
       std::copy_n(scratch.partial_sum.begin(), tile.rows(), &sums[parts[i].statistics]);
     }
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < tiles.size(); i++) {
+  team.barrier();
+  for (Range range; (range = team.take(tiles.size(), 1)).begin < range.end;)
+    for (int64_t i = range.begin; i < range.end; i++) {
       TileAttention<T, W> tile(args, tiles[i], scratch);
       tile.start();
       for (size_t p = tile_parts[i]; p < tile_parts[i + 1]; p++)
         tile.merge(&outputs[parts[p].output], &maxima[parts[p].statistics], &sums[parts[p].statistics]);
       tile.finish();
     }
-  }
 }
 
-template <class T, int W>
-void attend(AttentionArgs args) {
-  const int tile_queries = std::max(1, TILE_ROWS / (args.num_heads / args.num_kv_heads));
-  std::vector<Tile> tiles;
+inline int tile_queries(const AttentionArgs& args) {
+  return std::max(1, TILE_ROWS / (args.num_heads / args.num_kv_heads));
+}
+
+// Whether there are so few tiles, and one so long, that members share tiles.
+inline bool shares_tiles(const AttentionArgs& args, int threads) {
   int longest = 0;
-  int64_t pairs = 0;
-  for (int row = 0; row < args.num_rows; row++) {
+  int64_t tiles = 0;
+  for (int row = 0; row < args.num_rows && tiles < 2 * threads; row++) {
     const int queries = args.query_starts[row + 1] - args.query_starts[row];
     if (queries > 0) longest = std::max(longest, args.seq_lens[row]);
-    pairs += (int64_t)queries * args.seq_lens[row] * args.num_heads * args.head_dim;
-    // Late queries see most keys; the longest work goes first, so that threads end together.
-    for (int first = (queries - 1) / tile_queries * tile_queries; queries > 0 && first >= 0; first -= tile_queries)
-      for (int head = 0; head < args.num_kv_heads; head++)
-        tiles.push_back({row, head, first, std::min(tile_queries, queries - first)});
+    tiles += (queries + tile_queries(args) - 1) / tile_queries(args) * args.num_kv_heads;
   }
-  if (pairs < PARALLEL_PAIRS) args.num_threads = 1;
-  const bool split = args.num_threads > 1 && longest > PARTITION && tiles.size() < 2 * (size_t)args.num_threads;
-  split ? attend_parts<T, W>(args, tiles) : attend_tiles<T, W>(args, tiles);
+  return threads > 1 && longest > PARTITION && tiles < 2 * threads;
+}
+
+// Of the partial results of shared tiles.
+inline int64_t attention_scratch(const AttentionArgs& args, int threads) {
+  if (!shares_tiles(args, threads)) return 0;
+  int64_t rows = 0;
+  for (int row = 0; row < args.num_rows; row++)
+    rows += (int64_t)(args.query_starts[row + 1] - args.query_starts[row]) * args.num_heads *
+            (args.seq_lens[row] / (PARTITION / 2) + 2);
+  return rows * (args.head_dim + 2) * sizeof(float);
+}
+
+inline bool attention_is_long(const AttentionArgs& args) {
+  int64_t pairs = 0;
+  for (int row = 0; row < args.num_rows; row++)
+    pairs += (int64_t)(args.query_starts[row + 1] - args.query_starts[row]) * args.seq_lens[row];
+  return pairs * args.num_heads * args.head_dim >= PARALLEL_PAIRS;
+}
+
+template <class T>
+void attend(const AttentionArgs& args, Team& team) {
+  const int most = tile_queries(args);
+  static thread_local std::vector<Tile> tiles;
+  tiles.clear();
+  for (int row = 0; row < args.num_rows; row++) {
+    const int queries = args.query_starts[row + 1] - args.query_starts[row];
+    // Late queries see most keys; the longest work goes first, so that threads end together.
+    for (int first = (queries - 1) / most * most; queries > 0 && first >= 0; first -= most)
+      for (int head = 0; head < args.num_kv_heads; head++)
+        tiles.push_back({row, head, first, std::min(most, queries - first)});
+  }
+  auto* const run = shares_tiles(args, team.size()) ? attend_parts<T, WIDTH> : attend_tiles<T, WIDTH>;
+  run(args, tiles, team);
 }

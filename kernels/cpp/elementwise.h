@@ -1,31 +1,54 @@
-// Kernels that touch each number once: KV-cache write, norms, rotary embedding, activations, capped logits.
+// Kernels that touch each number once: KV-cache write, norms, rotary embedding, activations, sums, rows of a table.
 #pragma once
 
 #include <algorithm>
 
 #include "simd.h"
+#include "team.h"
 
 // Below this many numbers, waking threads costs more than it saves.
 constexpr int64_t PARALLEL_CELLS = 1 << 17;
 
-// key and value [tokens, kv_heads, head_dim], rows `stride` apart, into the slots' blocks; slot -1 is skipped.
+// The structs of arguments are declared again in kernels/cpu_library.py, field by field.
+
+struct WriteKvArgs {
+  const void *key, *value;      // [tokens, kv_heads, head_dim], rows `stride` apart
+  void *key_cache, *value_cache;
+  const int64_t* slots;         // [tokens]; -1 is skipped
+  int64_t tokens, key_stride, value_stride;
+  int dtype, kv_heads, head_dim, block_size;
+
+  int64_t cells() const { return tokens * kv_heads * head_dim; }
+};
+
 template <class T>
-void write_kv(const T* key, const T* value, T* key_cache, T* value_cache, const int64_t* slots, int64_t tokens,
-              int64_t key_stride, int64_t value_stride, int kv_heads, int head_dim, int block_size, int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * kv_heads * head_dim > PARALLEL_CELLS)
-  for (int64_t t = 0; t < tokens; t++) {
-    if (slots[t] < 0) continue;
-    const int64_t block = slots[t] / block_size, lane = slots[t] % block_size;
-    for (int h = 0; h < kv_heads; h++) {
-      const int64_t cell = (block * kv_heads + h) * head_dim * block_size;
-      const T* from = key + t * key_stride + (int64_t)h * head_dim;
-      T* to = key_cache + cell + lane;
-      for (int d = 0; d < head_dim; d++) to[(int64_t)d * block_size] = from[d];
-      memcpy(value_cache + cell + lane * head_dim, value + t * value_stride + (int64_t)h * head_dim,
-             head_dim * sizeof(T));
+void write_kv(const WriteKvArgs& a, Team& team) {
+  const Range tokens = team.share(a.tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; t++) {
+    if (a.slots[t] < 0) continue;
+    const int64_t block = a.slots[t] / a.block_size, lane = a.slots[t] % a.block_size;
+    for (int h = 0; h < a.kv_heads; h++) {
+      const int64_t cell = (block * a.kv_heads + h) * a.head_dim * a.block_size;
+      const T* from = (const T*)a.key + t * a.key_stride + (int64_t)h * a.head_dim;
+      T* to = (T*)a.key_cache + cell + lane;
+      for (int d = 0; d < a.head_dim; d++) to[(int64_t)d * a.block_size] = from[d];
+      memcpy((T*)a.value_cache + cell + lane * a.head_dim,
+             (const T*)a.value + t * a.value_stride + (int64_t)h * a.head_dim, a.head_dim * sizeof(T));
     }
   }
 }
+
+struct NormArgs {
+  const void* x;              // [tokens, size], size a multiple of 16
+  void* residual;             // none, or [tokens, size]: x is added to it in place first, and the sum is normed
+  const float *weight, *bias; // [size]; the norm without a mean has no bias
+  void* out;
+  int64_t tokens, size;
+  float eps;
+  int dtype;
+
+  int64_t cells() const { return tokens * size; }
+};
 
 // out = from / sqrt(mean(from^2) + eps) * weight, rounded once; `out` may be `from`. size is a multiple of 16.
 template <class T>
@@ -42,73 +65,89 @@ void norm_row(const T* from, const float* weight, T* out, int64_t size, float ep
 
 // What is to be normed: x or, with a residual, the sum that is stored in it, as rounded.
 template <class T>
-const T* add_row(const T* x, T* residual, int64_t size) {
+const T* row_to_norm(const NormArgs& a, int64_t token) {
   using S = Simd<WIDTH>;
-  if (!residual) return x;
-  for (int64_t i = 0; i < size; i += WIDTH) S::store(residual + i, S::load(residual + i) + S::load(x + i));
+  const T* x = (const T*)a.x + token * a.size;
+  if (!a.residual) return x;
+  T* residual = (T*)a.residual + token * a.size;
+  for (int64_t i = 0; i < a.size; i += WIDTH) S::store(residual + i, S::load(residual + i) + S::load(x + i));
   return residual;
 }
 
-// Each row of x [tokens, size], normed. With a residual: x is added to it in place first.
 template <class T>
-void rms_norm(const T* x, T* residual, const float* weight, T* out, int64_t tokens, int64_t size, float eps,
-              int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
-  for (int64_t t = 0; t < tokens; t++)
-    norm_row(add_row(x + t * size, residual ? residual + t * size : nullptr, size), weight, out + t * size, size, eps);
+void rms_norm(const NormArgs& a, Team& team) {
+  const Range tokens = team.share(a.tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; t++)
+    norm_row(row_to_norm<T>(a, t), a.weight, (T*)a.out + t * a.size, a.size, a.eps);
 }
 
-// Each row of x [tokens, size] less its mean, over its deviation, times weight, plus bias. With a residual: as above.
+// Each row less its mean, over its deviation, times weight, plus bias.
 template <class T>
-void layer_norm(const T* x, T* residual, const float* weight, const float* bias, T* out, int64_t tokens, int64_t size,
-                float eps, int threads) {
+void layer_norm(const NormArgs& a, Team& team) {
   using S = Simd<WIDTH>;
-#pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
-  for (int64_t t = 0; t < tokens; t++) {
-    const T* from = add_row(x + t * size, residual ? residual + t * size : nullptr, size);
+  const Range tokens = team.share(a.tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; t++) {
+    const T* from = row_to_norm<T>(a, t);
     S::F sums = {}, squares = {};
-    for (int64_t i = 0; i < size; i += WIDTH) sums += S::load(from + i);
-    const float mean = S::sum(sums) / (float)size;
-    for (int64_t i = 0; i < size; i += WIDTH) {
+    for (int64_t i = 0; i < a.size; i += WIDTH) sums += S::load(from + i);
+    const float mean = S::sum(sums) / (float)a.size;
+    for (int64_t i = 0; i < a.size; i += WIDTH) {
       const S::F v = S::load(from + i) - mean;
       squares += v * v;
     }
-    const float scale = 1.0f / std::sqrt(S::sum(squares) / (float)size + eps);
-    for (int64_t i = 0; i < size; i += WIDTH)
-      S::store(out + t * size + i, (S::load(from + i) - mean) * scale * S::load(weight + i) + S::load(bias + i));
+    const float scale = 1.0f / std::sqrt(S::sum(squares) / (float)a.size + a.eps);
+    for (int64_t i = 0; i < a.size; i += WIDTH)
+      S::store((T*)a.out + t * a.size + i,
+               (S::load(from + i) - mean) * scale * S::load(a.weight + i) + S::load(a.bias + i));
   }
 }
 
-// Norms each head of x [tokens, heads, head_dim] in place; tokens lie `stride` apart.
+// Heads of x [tokens, heads, head_dim], in place; tokens lie `stride` apart.
+struct NormHeadsArgs {
+  void* x;
+  const float* weight;  // [head_dim]
+  int64_t tokens, stride;
+  float eps;
+  int dtype, heads, head_dim;
+
+  int64_t cells() const { return tokens * heads * head_dim; }
+};
+
 template <class T>
-void norm_heads(T* x, const float* weight, int64_t tokens, int64_t stride, int heads, int head_dim, float eps,
-                int threads) {
-#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > PARALLEL_CELLS)
-  for (int64_t t = 0; t < tokens; t++)
-    for (int h = 0; h < heads; h++) {
-      T* head = x + t * stride + (int64_t)h * head_dim;
-      norm_row(head, weight, head, head_dim, eps);
+void norm_heads(const NormHeadsArgs& a, Team& team) {
+  const Range tokens = team.share(a.tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; t++)
+    for (int h = 0; h < a.heads; h++) {
+      T* head = (T*)a.x + t * a.stride + (int64_t)h * a.head_dim;
+      norm_row(head, a.weight, head, a.head_dim, a.eps);
     }
 }
 
-// Rotates the first `rotated` dimensions of each head of x [tokens, heads, head_dim] in place, pairing
-// dimension i with i + rotated / 2. cosines and sines are [tokens, rotated / 2].
+struct RotaryArgs {
+  void* x;                      // [tokens, heads, head_dim], tokens `stride` apart
+  const float *cosines, *sines; // [tokens, rotated / 2]
+  int64_t tokens, stride;
+  int dtype, heads, head_dim, rotated;
+
+  int64_t cells() const { return tokens * heads * head_dim; }
+};
+
+// Rotates the first `rotated` dimensions of each head in place, pairing dimension i with i + rotated / 2.
 template <class T>
-void rotary(T* x, const float* cosines, const float* sines, int64_t tokens, int64_t stride, int heads, int head_dim,
-            int rotated, int threads) {
+void rotary(const RotaryArgs& a, Team& team) {
   // Half of 16 dimensions is 8, which a vector of 16 does not divide.
   constexpr int width = std::min(WIDTH, 8);
   using S = Simd<width>;
-  const int half = rotated / 2;
-#pragma omp parallel for num_threads(threads) if (tokens * heads * head_dim > PARALLEL_CELLS)
-  for (int64_t t = 0; t < tokens; t++) {
-    const float *c = cosines + t * half, *s = sines + t * half;
-    for (int h = 0; h < heads; h++) {
-      T *low = x + t * stride + (int64_t)h * head_dim, *high = low + half;
+  const int half = a.rotated / 2;
+  const Range tokens = team.share(a.tokens);
+  for (int64_t t = tokens.begin; t < tokens.end; t++) {
+    const float *c = a.cosines + t * half, *s = a.sines + t * half;
+    for (int h = 0; h < a.heads; h++) {
+      T *low = (T*)a.x + t * a.stride + (int64_t)h * a.head_dim, *high = low + half;
       for (int i = 0; i < half; i += width) {
-        const S::F a = S::load(low + i), b = S::load(high + i), cosine = S::load(c + i), sine = S::load(s + i);
-        S::store(low + i, a * cosine - b * sine);
-        S::store(high + i, b * cosine + a * sine);
+        const S::F p = S::load(low + i), q = S::load(high + i), cosine = S::load(c + i), sine = S::load(s + i);
+        S::store(low + i, p * cosine - q * sine);
+        S::store(high + i, q * cosine + p * sine);
       }
     }
   }
@@ -129,28 +168,120 @@ typename S::F activate(typename S::F x) {
 }
 
 // out = activation(gate) * up, where x is [tokens, 2 * size]: the gates, then the ups. size is a multiple of 16.
+struct GatedArgs {
+  const void* x;
+  void* out;
+  int64_t tokens, size;
+  int dtype, activation;
+
+  int64_t cells() const { return tokens * size; }
+};
+
 template <Activation ACTIVATION, class T>
-void gated(const T* x, T* out, int64_t tokens, int64_t size, int threads) {
+void gate_cells(const T* gate, const T* up, T* out, int64_t cells) {
   using S = Simd<WIDTH>;
-#pragma omp parallel for num_threads(threads) if (tokens * size > PARALLEL_CELLS)
-  for (int64_t t = 0; t < tokens; t++) {
-    const T *gate = x + t * 2 * size, *up = gate + size;
-    for (int64_t i = 0; i < size; i += WIDTH)
-      S::store(out + t * size + i, activate<ACTIVATION, S>(S::load(gate + i)) * S::load(up + i));
+  for (int64_t i = 0; i < cells; i += WIDTH)
+    S::store(out + i, activate<ACTIVATION, S>(S::load(gate + i)) * S::load(up + i));
+}
+
+template <class T>
+void gated(const GatedArgs& a, Team& team) {
+  // By vectors of all rows: one row is enough for several members.
+  const int64_t vectors = a.size / 16;
+  const Range ours = team.share(a.tokens * vectors);
+  for (int64_t i = ours.begin; i < ours.end;) {
+    const int64_t t = i / vectors, first = i % vectors, count = std::min(vectors - first, ours.end - i);
+    const T* gate = (const T*)a.x + t * 2 * a.size + first * 16;
+    auto* const run = a.activation == SILU ? gate_cells<SILU, T> : gate_cells<GELU, T>;
+    run(gate, gate + a.size, (T*)a.out + t * a.size + first * 16, count * 16);
+    i += count;
   }
 }
 
 // out = gelu(x), by tanh. cells is a multiple of 16.
+struct GeluArgs {
+  const void* x;
+  void* out;
+  int64_t num_cells;
+  int dtype;
+
+  int64_t cells() const { return num_cells; }
+};
+
 template <class T>
-void gelu(const T* x, T* out, int64_t cells, int threads) {
+void gelu(const GeluArgs& a, Team& team) {
   using S = Simd<WIDTH>;
-#pragma omp parallel for num_threads(threads) if (cells > PARALLEL_CELLS)
-  for (int64_t i = 0; i < cells; i += WIDTH) S::store(out + i, activate<GELU, S>(S::load(x + i)));
+  const Range ours = team.share(a.num_cells / 16);
+  for (int64_t i = ours.begin * 16; i < ours.end * 16; i += WIDTH)
+    S::store((T*)a.out + i, activate<GELU, S>(S::load((const T*)a.x + i)));
 }
 
 // x = cap * tanh(x / cap) in place. cells is a multiple of 16.
-inline void softcap(float* x, int64_t cells, float cap, int threads) {
+struct SoftcapArgs {
+  float* x;
+  int64_t num_cells;
+  float cap;
+
+  int64_t cells() const { return num_cells; }
+};
+
+inline void softcap(const SoftcapArgs& a, Team& team) {
   using S = Simd<WIDTH>;
-#pragma omp parallel for num_threads(threads) if (cells > PARALLEL_CELLS)
-  for (int64_t i = 0; i < cells; i += WIDTH) S::store(x + i, S::tanh(S::load(x + i) / cap) * cap);
+  const Range ours = team.share(a.num_cells / 16);
+  for (int64_t i = ours.begin * 16; i < ours.end * 16; i += WIDTH)
+    S::store(a.x + i, S::tanh(S::load(a.x + i) / a.cap) * a.cap);
+}
+
+// x [rows, size] plus y, whose rows are `y_stride` apart, in place. size is a multiple of 16.
+struct AddArgs {
+  void* x;
+  const void* y;
+  int64_t rows, size, y_stride;
+  int dtype;
+
+  int64_t cells() const { return rows * size; }
+};
+
+template <class T>
+void add(const AddArgs& a, Team& team) {
+  using S = Simd<WIDTH>;
+  const Range rows = team.share(a.rows);
+  for (int64_t r = rows.begin; r < rows.end; r++) {
+    T* x = (T*)a.x + r * a.size;
+    const T* y = (const T*)a.y + r * a.y_stride;
+    for (int64_t i = 0; i < a.size; i += WIDTH) S::store(x + i, S::load(x + i) + S::load(y + i));
+  }
+}
+
+// x = x * factor in place. cells is a multiple of 16.
+struct ScaleArgs {
+  void* x;
+  int64_t num_cells;
+  float factor;
+  int dtype;
+
+  int64_t cells() const { return num_cells; }
+};
+
+template <class T>
+void scale(const ScaleArgs& a, Team& team) {
+  using S = Simd<WIDTH>;
+  const Range ours = team.share(a.num_cells / 16);
+  for (int64_t i = ours.begin * 16; i < ours.end * 16; i += WIDTH)
+    S::store((T*)a.x + i, S::load((const T*)a.x + i) * a.factor);
+}
+
+// Rows of a table, as they are.
+struct RowsArgs {
+  const char* table;
+  const int64_t* indices;  // [count]
+  char* out;               // dense
+  int64_t count, bytes, stride;  // bytes of a row, and from one of the table's to the next
+
+  int64_t cells() const { return count * bytes / 4; }
+};
+
+inline void take_rows(const RowsArgs& a, Team& team) {
+  const Range rows = team.share(a.count);
+  for (int64_t r = rows.begin; r < rows.end; r++) memcpy(a.out + r * a.bytes, a.table + a.indices[r] * a.stride, a.bytes);
 }

@@ -1,83 +1,61 @@
-// The C interface: raw pointers and sizes; dtype is 0 float32, 1 bfloat16, 2 float16.
+// The C interface: kernels by name, and one function that runs a list of them.
 //
-// Each variant (generic.cpp, avx2.cpp, avx512.cpp) is this file compiled for another instruction set.
+// Each variant (generic.cpp, avx2.cpp, avx512.cpp) is this file compiled for another instruction set. dtype is
+// 0 float32, 1 bfloat16, 2 float16.
 #pragma once
 
 #include "attention.h"
 #include "elementwise.h"
 #include "quantised.h"
+#include "team.h"
+
+inline int64_t no_scratch(const void*, int) { return 0; }
+
+template <class Args>
+bool many_cells(const void* args) {
+  return ((const Args*)args)->cells() > PARALLEL_CELLS;
+}
+
+// FUNCTION<T>(args, team), with T the storage type that the arguments name.
+#define TYPED(Args, FUNCTION)                                \
+  [](const void* args, Team& team) {                         \
+    with_type(((const Args*)args)->dtype, [&](auto zero) {   \
+      FUNCTION<decltype(zero)>(*(const Args*)args, team);    \
+    });                                                      \
+  }
+#define PLAIN(Args, FUNCTION) [](const void* args, Team& team) { FUNCTION(*(const Args*)args, team); }
+
+static const Kernel KERNELS[] = {
+    {"attention", TYPED(AttentionArgs, attend),
+     [](const void* args) { return attention_is_long(*(const AttentionArgs*)args); },
+     [](const void* args, int threads) { return attention_scratch(*(const AttentionArgs*)args, threads); }},
+    {"write_kv", TYPED(WriteKvArgs, write_kv), many_cells<WriteKvArgs>, no_scratch},
+    {"rms_norm", TYPED(NormArgs, rms_norm), many_cells<NormArgs>, no_scratch},
+    {"layer_norm", TYPED(NormArgs, layer_norm), many_cells<NormArgs>, no_scratch},
+    {"norm_heads", TYPED(NormHeadsArgs, norm_heads), many_cells<NormHeadsArgs>, no_scratch},
+    {"rotary", TYPED(RotaryArgs, rotary), many_cells<RotaryArgs>, no_scratch},
+    {"gated", TYPED(GatedArgs, gated), many_cells<GatedArgs>, no_scratch},
+    {"gelu", TYPED(GeluArgs, gelu), many_cells<GeluArgs>, no_scratch},
+    {"softcap", PLAIN(SoftcapArgs, softcap), many_cells<SoftcapArgs>, no_scratch},
+    {"add", TYPED(AddArgs, add), many_cells<AddArgs>, no_scratch},
+    {"scale", TYPED(ScaleArgs, scale), many_cells<ScaleArgs>, no_scratch},
+    {"rows", PLAIN(RowsArgs, take_rows), many_cells<RowsArgs>, no_scratch},
+    {"quantised_linear", PLAIN(QuantisedArgs, quantised_linear),
+     [](const void* args) { return quantised_is_long(*(const QuantisedArgs*)args); },
+     [](const void* args, int) { return quantised_scratch(*(const QuantisedArgs*)args); }},
+    {"quantised_rows", PLAIN(QuantisedRowsArgs, quantised_rows), many_cells<QuantisedRowsArgs>, no_scratch},
+};
 
 extern "C" {
 
 // A vector of keys lies in one block, so block_size must be a multiple of this.
 int tailrace_vector_width() { return WIDTH; }
 
-void tailrace_attention(int dtype, const AttentionArgs* args) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    attend<T, WIDTH>(*args);
-  });
+const Kernel* tailrace_kernel(const char* name) {
+  for (const Kernel& kernel : KERNELS)
+    if (!strcmp(kernel.name, name)) return &kernel;
+  return nullptr;
 }
 
-void tailrace_write_kv(int dtype, const void* key, const void* value, void* key_cache, void* value_cache,
-                       const int64_t* slots, int64_t tokens, int64_t key_stride, int64_t value_stride, int kv_heads,
-                       int head_dim, int block_size, int threads) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    write_kv((const T*)key, (const T*)value, (T*)key_cache, (T*)value_cache, slots, tokens, key_stride, value_stride,
-             kv_heads, head_dim, block_size, threads);
-  });
-}
-
-void tailrace_rms_norm(int dtype, const void* x, void* residual, const float* weight, void* out, int64_t tokens,
-                       int64_t size, float eps, int threads) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    rms_norm((const T*)x, (T*)residual, weight, (T*)out, tokens, size, eps, threads);
-  });
-}
-
-void tailrace_layer_norm(int dtype, const void* x, void* residual, const float* weight, const float* bias, void* out,
-                         int64_t tokens, int64_t size, float eps, int threads) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    layer_norm((const T*)x, (T*)residual, weight, bias, (T*)out, tokens, size, eps, threads);
-  });
-}
-
-void tailrace_norm_heads(int dtype, void* x, const float* weight, int64_t tokens, int64_t stride, int heads,
-                         int head_dim, float eps, int threads) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    norm_heads((T*)x, weight, tokens, stride, heads, head_dim, eps, threads);
-  });
-}
-
-void tailrace_rotary(int dtype, void* x, const float* cosines, const float* sines, int64_t tokens, int64_t stride,
-                     int heads, int head_dim, int rotated, int threads) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    rotary((T*)x, cosines, sines, tokens, stride, heads, head_dim, rotated, threads);
-  });
-}
-
-void tailrace_gated(int dtype, int activation, const void* x, void* out, int64_t tokens, int64_t size, int threads) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    (activation == SILU ? gated<SILU, T> : gated<GELU, T>)((const T*)x, (T*)out, tokens, size, threads);
-  });
-}
-
-void tailrace_gelu(int dtype, const void* x, void* out, int64_t cells, int threads) {
-  with_type(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    gelu((const T*)x, (T*)out, cells, threads);
-  });
-}
-
-void tailrace_quantised_linear(const QuantisedArgs* args) {
-  with_layout(*args, [&](auto layout) { quantised_linear<decltype(layout)>(*args); });
-}
-
-void tailrace_softcap(float* x, int64_t cells, float cap, int threads) { softcap(x, cells, cap, threads); }
+void tailrace_run(const Call* calls, int64_t count, int threads) { run_calls(calls, count, threads); }
 }

@@ -1,60 +1,59 @@
 // Linear layers on weights as they are quantised: small integers in groups along the input, each with its scale.
 //
 // y[r, o] = sum over groups g of scale[o, g] * (sum over k in g of q[o, k] * x[r, k]) + minimum[o, g] * (sum of x in g).
-// A row's activations become 16-bit integers, with a scale for each group; the inner sums are exact in 32 bits; the
-// outer ones are added in the order of the groups, whatever the rows beside it, the threads and the vector width.
+// A row's activations become integers of 8 or 16 bits, with a scale for each group; the inner sums are exact in 32
+// bits; the outer ones are added in the order of the groups, whatever the rows beside it, the threads and the vector
+// width.
+//
+// Weights are bytes without sign (those that have one are kept with ZERO added), four of a row in each lane, as the
+// instructions want them that add up four products of a byte without and one with a sign. Activations of 16 bits are
+// two planes of bytes for these: x = 256 * high + low, both with a sign. Without such instructions they are words.
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <type_traits>
 
 #include "simd.h"
+#include "team.h"
 
 // Outputs that lie together. The weights of a tile are, group by group: the integers, TILE scales, TILE minimums.
 constexpr int TILE = 16;
+// What is added to weights of 8 bits with a sign.
+constexpr int ZERO = 128;
 // Bytes of activations that the tiles pass over while they are in the cache.
 constexpr int64_t CHUNK_BYTES = 1 << 18;
 // Below so many products, waking threads that sleep costs more than it saves.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 23;
 
-// Vectors of 2 W signed 16-bit integers, and the sums of their neighbours' products.
+#if defined(__AVX512VNNI__)
+constexpr bool HAS_PLANES = true;
+#else
+constexpr bool HAS_PLANES = false;
+#endif
+
+// Vectors of W lanes of four bytes, and the sums of their products.
 template <int W>
-struct Pairs {
-  using V = typename VectorTypes<W>::P;
-  using U = typename VectorTypes<W>::Q;
+struct Quads {
+  using V = typename VectorTypes<W>::B;
+  using P = typename VectorTypes<W>::P;
+  using Q = typename VectorTypes<W>::Q;
   using I = typename Simd<W>::I;
 
-  static V load(const void* p) {
+  static V load(const uint8_t* p) {
     V v;
     memcpy(&v, p, sizeof v);
     return v;
   }
 
-  // 2 W bytes, widened.
-  static V load_bytes(const int8_t* p) {
-#if defined(__AVX512BW__)
-    if constexpr (W == 16) return (V)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
-#endif
-#if defined(__AVX2__)
-    if constexpr (W == 8) return (V)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
-#endif
-    V v;
-    for (int i = 0; i < 2 * W; i++) v[i] = p[i];
-    return v;
+  // Four bytes, or two words, in every lane.
+  static I fill(const void* p) {
+    int32_t lane;
+    memcpy(&lane, p, sizeof lane);
+    return I{} + lane;
   }
 
-  // Two neighbours of a row, in every lane.
-  static V fill(const int16_t* p) {
-    int32_t pair;
-    memcpy(&pair, p, sizeof pair);
-    return (V)(I{} + pair);
-  }
-
-  static I add_products(I sum, V a, V b) {
-#if defined(__AVX512VNNI__)
-    if constexpr (W == 16) return (I)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#endif
+  // Words times words, both with a sign, by twos.
+  static I add_words(I sum, P a, P b) {
 #if defined(__AVX2__)
     if constexpr (W == 8) return sum + (I)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
@@ -64,35 +63,84 @@ struct Pairs {
     for (int i = 0; i < W; i++) sum[i] += a[2 * i] * b[2 * i] + a[2 * i + 1] * b[2 * i + 1];
     return sum;
   }
+
+  static P even(V weights) { return (P)((Q)weights & 255); }
+  static P odd(V weights) { return (P)((Q)weights >> 8); }
+
+  // Weights of BITS bits times activations of 8, by fours.
+  template <int BITS>
+  static I add_bytes(I sum, V weights, const int8_t* x) {
+#if defined(__AVX512VNNI__)
+    if constexpr (W == 16) return (I)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)fill(x));
+#endif
+#if defined(__AVX2__)
+    // Two products of four and eight bits fit into 16, those of eight bits do not.
+    if constexpr (W == 8 && BITS == 4)
+      return add_words(sum, (P)_mm256_maddubs_epi16((__m256i)weights, (__m256i)fill(x)), P{} + 1);
+#endif
+    const P bytes = (P)fill(x);
+    return add_words(add_words(sum, even(weights), (P)((Q)bytes << 8) >> 8), odd(weights), bytes >> 8);
+  }
 };
 
-// A row x [size] as 16-bit integers: x is about q * scale. scales, and sums of q * scale, are [groups]. Where a group
-// has a number that is none, or an infinite one, both are NaN.
-template <int GROUP>
-void quantise_row(const float* x, int64_t size, int16_t* q, float* scales, float* sums) {
+// ACTIVATION_BITS of each number of a group, as they lie in memory.
+template <int GROUP, int ACTIVATION_BITS>
+struct GroupOf {
+  static constexpr int group = GROUP, bits = ACTIVATION_BITS, bytes = GROUP * ACTIVATION_BITS / 8;
+  static constexpr float largest = ACTIVATION_BITS == 8 ? 127 : 127 * 256;
+
+  // The place of input i among words: of four inputs the even ones come first.
+  static int word(int i) { return i / 4 * 4 + i % 2 * 2 + i / 2 % 2; }
+
+  static void store(int i, int32_t q, int8_t* to) {
+    if constexpr (bits == 8) {
+      to[i] = (int8_t)q;
+    } else if constexpr (HAS_PLANES) {
+      const int32_t high = (q + 128) >> 8;
+      to[i] = (int8_t)high;
+      to[GROUP + i] = (int8_t)(q - high * 256);
+    } else {
+      const int16_t word_ = (int16_t)q;
+      memcpy(to + 2 * word(i), &word_, sizeof word_);
+    }
+  }
+};
+
+// What belongs to a group of a row.
+struct GroupNumbers {
+  float scale;
+  float sum;        // of the integers, times the scale
+  int32_t offset;   // what takes ZERO back: -ZERO times the sum of the integers
+};
+
+// Groups [begin, end) of a row x as integers: x is about q * scale. Where a group has a number that is none, or an
+// infinite one, scale and sum are NaN.
+template <class Group>
+void quantise_row(const float* x, int64_t begin, int64_t end, int8_t* q, GroupNumbers* numbers) {
   using S = Simd<WIDTH>;
+  constexpr int GROUP = Group::group;
   const float magic = 0x1.8p23f;  // what is added to it is rounded to an integer
-  for (int64_t g = 0; g < size / GROUP; g++, x += GROUP, q += GROUP) {
+  for (int64_t g = begin; g < end; g++) {
+    const float* from = x + g * GROUP;
     S::F most = {}, check = {};
     for (int i = 0; i < GROUP; i += WIDTH) {
-      const S::F v = S::load(x + i), magnitude = v < 0.0f ? -v : v;
+      const S::F v = S::load(from + i), magnitude = v < 0.0f ? -v : v;
       most = magnitude > most ? magnitude : most;
       check += v * 0.0f;
     }
     const float largest = S::max(most);
     const bool finite = S::sum(check) == 0.0f;
-    const float inverse = finite && largest > 1e-30f ? 32767.0f / largest : 0.0f;
-    S::I total = {};
+    const float inverse = finite && largest > 1e-30f ? Group::largest / largest : 0.0f;
+    int32_t integers[GROUP], sum = 0;
     for (int i = 0; i < GROUP; i += WIDTH) {
-      const S::I n = to_int(((finite ? S::load(x + i) : S::F{}) * inverse + magic) - magic);
-      const S::H halves = narrow((S::U)n);
-      memcpy(q + i, &halves, sizeof halves);
-      total += n;
+      const S::I n = to_int(((finite ? S::load(from + i) : S::F{}) * inverse + magic) - magic);
+      memcpy(integers + i, &n, sizeof n);
     }
-    int32_t sum = 0;
-    for (int i = 0; i < WIDTH; i++) sum += total[i];
-    scales[g] = finite ? largest / 32767.0f : NAN;
-    sums[g] = (float)sum * scales[g];
+    int8_t* to = q + g * Group::bytes;
+    for (int i = 0; i < GROUP; i++) sum += integers[i];
+    for (int i = 0; i < GROUP; i++) Group::store(i, integers[i], to);
+    const float scale = finite ? largest / Group::largest : NAN;
+    numbers[g] = {scale, (float)sum * scale, -ZERO * sum};
   }
 }
 
@@ -100,52 +148,91 @@ template <int BITS, int GROUP, bool HAS_MINIMUMS, class ScaleType>
 struct TileLayout {
   using Scale = ScaleType;
   static constexpr int bits = BITS, group = GROUP;
-  static constexpr bool has_minimums = HAS_MINIMUMS;
+  static constexpr bool has_minimums = HAS_MINIMUMS, has_zero = BITS == 8 && !HAS_MINIMUMS;
   static constexpr int64_t integer_bytes = (int64_t)TILE * GROUP * BITS / 8;
   static constexpr int64_t group_bytes = integer_bytes + TILE * sizeof(Scale) * (HAS_MINIMUMS ? 2 : 1);
 };
 
-// ROWS rows times the W outputs of a tile that start at `first`. `q` etc. are of the first row; out is [rows, stride].
-template <int ROWS, int W, class Layout>
-void tile_rows(const uint8_t* tile, int first, const int16_t* q, const float* scales, const float* sums, int64_t groups,
-               float* out, int64_t stride, int num_outputs) {
+// The W outputs of a tile's group that start at `first`, as bytes: GROUP / 4 vectors.
+template <int W, class Layout>
+__attribute__((always_inline)) inline void unpack(const uint8_t* tile, int first, typename Quads<W>::V* weights) {
+  constexpr int QUADS = Layout::group / 4;
+  if constexpr (Layout::bits == 4) {
+    // A byte has two inputs that are four apart.
+#pragma GCC unroll 8
+    for (int i = 0; i < QUADS / 2; i++) {
+      const auto bytes = Quads<W>::load(tile + (i * TILE + first) * 4);
+      weights[2 * i] = bytes & 15;
+      weights[2 * i + 1] = (typename Quads<W>::V)((typename Quads<W>::Q)bytes >> 4) & 15;
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int i = 0; i < QUADS; i++) weights[i] = Quads<W>::load(tile + (i * TILE + first) * 4);
+  }
+}
+
+// ROWS rows times the W outputs of a tile that start at `first`. x and numbers are of the first row, and those of the
+// next lie x_stride and groups behind; out is [rows, stride].
+template <int ROWS, int W, class Layout, class Group>
+void tile_rows(const uint8_t* tile, int first, const int8_t* x, int64_t x_stride, const GroupNumbers* numbers,
+               int64_t groups, float* out, int64_t stride, int num_outputs) {
   using S = Simd<W>;
-  using P = Pairs<W>;
+  using Q = Quads<W>;
   using Scale = typename Layout::Scale;
-  constexpr int GROUP = Layout::group;
+  constexpr int QUADS = Layout::group / 4;
   typename S::F total[ROWS] = {};
   for (int64_t g = 0; g < groups; g++, tile += Layout::group_bytes) {
-    typename S::I sum[ROWS] = {};
-    const int16_t* x = q + g * GROUP;
-    __builtin_prefetch(tile + 4 * Layout::group_bytes);
-    if constexpr (Layout::bits == 4) {
-      // A 16-bit word holds four weights of an output, for every other of eight inputs.
-      for (int quad = 0; quad < GROUP / 8; quad++) {
-        const auto words = (typename P::U)P::load(tile + (quad * TILE + first) * 4);
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++) {
-          const auto weights = (typename P::V)((words >> (4 * j)) & 15);
+    typename Q::V weights[QUADS];
+    unpack<W, Layout>(tile, first, weights);
+    const Scale* scales = (const Scale*)(tile + Layout::integer_bytes) + first;
+    const auto scale = S::load(scales);
+    typename S::F minimum = {};
+    if constexpr (Layout::has_minimums) minimum = S::load(scales + TILE);
+    const auto finish = [&](int r, typename S::I sum) __attribute__((always_inline)) {
+      const GroupNumbers& n = numbers[r * groups + g];
+      total[r] += to_float(sum) * (scale * n.scale);
+      if constexpr (Layout::has_minimums) total[r] += minimum * n.sum;
+    };
+    const int8_t* const group = x + g * Group::bytes;
+    if constexpr (HAS_PLANES && W == 16) {
+      // There are registers enough for the group's weights, and the rows' sums come one after the other.
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; r++) {
+        const int8_t* const at = group + r * x_stride;
+        typename S::I sum = {};
+        if constexpr (Group::bits == 16) {
 #pragma GCC unroll 8
-          for (int r = 0; r < ROWS; r++)
-            sum[r] = P::add_products(sum[r], weights, P::fill(x + r * groups * GROUP + 8 * quad + 2 * j));
+          for (int i = 0; i < QUADS; i++) sum = Q::template add_bytes<Layout::bits>(sum, weights[i], at + 4 * i);
+          sum <<= 8;
         }
+        if constexpr (Layout::has_zero) sum += numbers[r * groups + g].offset;
+        const int8_t* const low = at + (Group::bits == 16 ? Layout::group : 0);
+#pragma GCC unroll 8
+        for (int i = 0; i < QUADS; i++) sum = Q::template add_bytes<Layout::bits>(sum, weights[i], low + 4 * i);
+        finish(r, sum);
       }
     } else {
-#pragma GCC unroll 4
-      for (int pair = 0; pair < GROUP / 2; pair++) {
-        const auto weights = P::load_bytes((const int8_t*)tile + (pair * TILE + first) * 2);
+      typename S::I sums[ROWS] = {};
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; r++)
-          sum[r] = P::add_products(sum[r], weights, P::fill(x + r * groups * GROUP + 2 * pair));
+      for (int i = 0; i < QUADS; i++)
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) {
+          const int8_t* const at = group + r * x_stride + i * Group::bytes / QUADS;
+          if constexpr (Group::bits == 8) {
+            sums[r] = Q::template add_bytes<Layout::bits>(sums[r], weights[i], at);
+          } else {
+            sums[r] = Q::add_words(sums[r], Q::even(weights[i]), (typename Q::P)Q::fill(at));
+            sums[r] = Q::add_words(sums[r], Q::odd(weights[i]), (typename Q::P)Q::fill(at + 4));
+          }
+        }
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; r++) {
+        if constexpr (Layout::has_zero) sums[r] += numbers[r * groups + g].offset;
+        finish(r, sums[r]);
       }
     }
-    const Scale* numbers = (const Scale*)(tile + Layout::integer_bytes) + first;
-    const auto scale = S::load(numbers);
-    for (int r = 0; r < ROWS; r++) {
-      total[r] += to_float(sum[r]) * (scale * scales[r * groups + g]);
-      if constexpr (Layout::has_minimums) total[r] += S::load(numbers + TILE) * sums[r * groups + g];
-    }
   }
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) {
     if (num_outputs >= W) {
       S::store(out + r * stride, total[r]);
@@ -157,55 +244,18 @@ void tile_rows(const uint8_t* tile, int first, const int16_t* q, const float* sc
   }
 }
 
-// kernels/cpu.py declares the same.
+// kernels/cpu_library.py declares the same.
 struct QuantisedArgs {
   const uint8_t* tiles;  // [ceil(outputs / TILE), groups, bytes of a group]
   const float* x;        // [rows, size]
   float* out;            // [rows, outputs], rows `stride` apart
   int64_t rows, size, outputs, stride;
-  int bits, group, has_minimums, wide_scales, threads;
+  int bits, group, has_minimums, wide_scales, activation_bits;
 };
 
-template <class Layout>
-void quantised_linear(const QuantisedArgs& a) {
-  constexpr int BLOCK = NUM_REGISTERS == 32 ? 6 : 4;
-  const int64_t groups = a.size / Layout::group, num_tiles = (a.outputs + TILE - 1) / TILE;
-  const int64_t tile_bytes = groups * Layout::group_bytes;
-  std::unique_ptr<int16_t[]> integers(new int16_t[a.rows * a.size]);
-  std::unique_ptr<float[]> scales(new float[a.rows * groups]), sums(new float[a.rows * groups]);
-  const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / (2 * a.size) / BLOCK) * BLOCK;
-  const int64_t num_chunks = (a.rows + chunk - 1) / chunk;
-#pragma omp parallel num_threads(a.threads) if (a.rows * a.outputs * a.size > PARALLEL_PRODUCTS)
-  {
-#pragma omp for
-    for (int64_t r = 0; r < a.rows; r++)
-      quantise_row<Layout::group>(a.x + r * a.size, a.size, &integers[r * a.size], &scales[r * groups], &sums[r * groups]);
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t c = 0; c < num_chunks; c++)
-      for (int64_t t = 0; t < num_tiles; t++) {
-        const uint8_t* tile = a.tiles + t * tile_bytes;
-        const int64_t end = std::min(a.rows, (c + 1) * chunk);
-        for (int first = 0; first < TILE; first += WIDTH) {
-          const int num_outputs = (int)std::min<int64_t>(WIDTH, a.outputs - t * TILE - first);
-          if (num_outputs <= 0) break;
-          auto run = [&](auto count, int64_t r) {
-            tile_rows<decltype(count)::value, WIDTH, Layout>(
-                tile, first, &integers[r * a.size], &scales[r * groups], &sums[r * groups], groups,
-                a.out + r * a.stride + t * TILE + first, a.stride, num_outputs);
-          };
-          int64_t r = c * chunk;
-          for (; r + BLOCK <= end; r += BLOCK) run(std::integral_constant<int, BLOCK>{}, r);
-          if (r + 4 <= end && BLOCK > 4) run(std::integral_constant<int, 4>{}, r), r += 4;
-          if (r + 2 <= end) run(std::integral_constant<int, 2>{}, r), r += 2;
-          if (r < end) run(std::integral_constant<int, 1>{}, r);
-        }
-      }
-  }
-}
-
 // Calls f with TileLayout's parameters, as a value of that type.
-template <class Function>
-void with_layout(const QuantisedArgs& a, Function f) {
+template <class Args, class Function>
+void with_layout(const Args& a, Function f) {
   auto scaled = [&](auto scale) {
     using Scale = decltype(scale);
     if (a.bits == 4) return f(TileLayout<4, 32, true, Scale>{});
@@ -215,4 +265,97 @@ void with_layout(const QuantisedArgs& a, Function f) {
   };
   if (a.wide_scales) scaled(float{});
   else scaled(Float16{});
+}
+
+inline bool quantised_is_long(const QuantisedArgs& a) { return a.rows * a.outputs * a.size > PARALLEL_PRODUCTS; }
+
+inline int64_t quantised_scratch(const QuantisedArgs& a) {
+  return a.rows * a.size * (a.activation_bits / 8) + a.rows * (a.size / a.group) * sizeof(GroupNumbers) + 64;
+}
+
+template <class Layout, class Group>
+void quantised_linear(const QuantisedArgs& a, Team& team) {
+  constexpr int BLOCK = NUM_REGISTERS == 32 ? 16 : 4;
+  const int64_t groups = a.size / Layout::group, num_tiles = (a.outputs + TILE - 1) / TILE;
+  const int64_t tile_bytes = groups * Layout::group_bytes, x_stride = groups * Group::bytes;
+  int8_t* const integers = (int8_t*)team.memory();
+  auto* const numbers = (GroupNumbers*)(integers + (a.rows * x_stride + 63) / 64 * 64);
+  const Range ours = team.share(a.rows * groups);
+  for (int64_t i = ours.begin; i < ours.end;) {
+    const int64_t r = i / groups, first = i % groups, end = std::min(groups, first + ours.end - i);
+    quantise_row<Group>(a.x + r * a.size, first, end, integers + r * x_stride, numbers + r * groups);
+    i += end - first;
+  }
+  team.barrier();
+  const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / x_stride / BLOCK) * BLOCK;
+  const int64_t num_chunks = (a.rows + chunk - 1) / chunk;
+  const int64_t grain = std::max<int64_t>(1, num_tiles * num_chunks / (8 * team.size()));
+  for (Range range; (range = team.take(num_tiles * num_chunks, grain)).begin < range.end;)
+    for (int64_t i = range.begin; i < range.end; i++) {
+      const int64_t c = i / num_tiles, t = i % num_tiles;
+      const uint8_t* tile = a.tiles + t * tile_bytes;
+      const int64_t end = std::min(a.rows, (c + 1) * chunk);
+      for (int first = 0; first < TILE; first += WIDTH) {
+        const int num_outputs = (int)std::min<int64_t>(WIDTH, a.outputs - t * TILE - first);
+        if (num_outputs <= 0) break;
+        auto run = [&](auto count, int64_t r) {
+          tile_rows<decltype(count)::value, WIDTH, Layout, Group>(
+              tile, first, integers + r * x_stride, x_stride, numbers + r * groups, groups,
+              a.out + r * a.stride + t * TILE + first, a.stride, num_outputs);
+        };
+        int64_t r = c * chunk;
+        for (; r + BLOCK <= end; r += BLOCK) run(std::integral_constant<int, BLOCK>{}, r);
+        if constexpr (BLOCK > 4)
+          if (r + 8 <= end) run(std::integral_constant<int, 8>{}, r), r += 8;
+        if constexpr (BLOCK > 4)
+          if (r + 4 <= end) run(std::integral_constant<int, 4>{}, r), r += 4;
+        if (r + 2 <= end) run(std::integral_constant<int, 2>{}, r), r += 2;
+        if (r < end) run(std::integral_constant<int, 1>{}, r);
+      }
+    }
+}
+
+inline void quantised_linear(const QuantisedArgs& a, Team& team) {
+  with_layout(a, [&](auto layout) {
+    using Layout = decltype(layout);
+    if (a.activation_bits == 8) quantised_linear<Layout, GroupOf<Layout::group, 8>>(a, team);
+    else quantised_linear<Layout, GroupOf<Layout::group, 16>>(a, team);
+  });
+}
+
+// Rows of the weights as floats: those of the outputs `indices`.
+struct QuantisedRowsArgs {
+  const uint8_t* tiles;
+  const int64_t* indices;  // [count]
+  float* out;              // [count, size]
+  int64_t count, size;
+  int bits, group, has_minimums, wide_scales;
+
+  int64_t cells() const { return count * size; }
+};
+
+inline void quantised_rows(const QuantisedRowsArgs& a, Team& team) {
+  const Range rows = team.share(a.count);
+  with_layout(a, [&](auto layout) {
+    using Layout = decltype(layout);
+    using Scale = typename Layout::Scale;
+    const int64_t groups = a.size / Layout::group;
+    for (int64_t r = rows.begin; r < rows.end; r++) {
+      const int lane = (int)(a.indices[r] % TILE);
+      const uint8_t* tile = a.tiles + a.indices[r] / TILE * groups * Layout::group_bytes;
+      float* out = a.out + r * a.size;
+      for (int64_t g = 0; g < groups; g++, tile += Layout::group_bytes, out += Layout::group) {
+        const Scale* scales = (const Scale*)(tile + Layout::integer_bytes) + lane / 4 * 4;
+        const float scale = Simd<4>::load(scales)[lane % 4];
+        const float minimum = Layout::has_minimums ? Simd<4>::load(scales + TILE)[lane % 4] : 0.0f;
+        for (int i = 0; i < Layout::group; i++) {
+          const uint8_t* bytes = tile + (i / 4 * TILE + lane) * 4;
+          int32_t weight;
+          if constexpr (Layout::bits == 4) weight = tile[(i / 8 * TILE + lane) * 4 + i % 4] >> (i / 4 % 2 * 4) & 15;
+          else weight = bytes[i % 4] - (Layout::has_zero ? ZERO : 0);
+          out[i] = (float)weight * scale + minimum;
+        }
+      }
+    }
+  });
 }

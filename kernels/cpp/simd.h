@@ -43,6 +43,7 @@ struct VectorTypes;
     typedef uint16_t H __attribute__((vector_size(W * 2)));    \
     typedef int16_t P __attribute__((vector_size(W * 4)));     \
     typedef uint16_t Q __attribute__((vector_size(W * 4)));    \
+    typedef uint8_t B __attribute__((vector_size(W * 4)));     \
   };                                                           \
   inline VectorTypes<W>::F to_float(VectorTypes<W>::I v) {     \
     return __builtin_convertvector(v, VectorTypes<W>::F);      \

@@ -12,7 +12,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 
-from kernels.cpu import CpuOps, load_library, variants
+from kernels.cpu import CpuOps
+from kernels.cpu_library import load_library, variants
 
 collect_ignore = [
     path.name

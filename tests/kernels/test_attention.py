@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from kernels.cpu import CpuOps, load_library, make_cpu_ops
+from kernels.cpu import CpuOps, make_cpu_ops
+from kernels.cpu_library import load_library
 from kernels.reference import ReferenceOps
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -105,7 +106,7 @@ def test_head_shapes_equal_the_twin(ops: CpuOps, head_dim: int, heads: int, kv_h
 
 @pytest.mark.parametrize("block_size", [8, 16, 24, 32, 128, 256])
 def test_block_sizes_equal_the_twin(variant: str, ops: CpuOps, block_size: int):
-    if block_size % load_library(variant).tailrace_vector_width():
+    if block_size % load_library(variant).vector_width:
         pytest.skip("make_cpu_ops takes a narrower variant for these")
     case = make_case(MIXED, block_size=block_size, seed=block_size)
     torch.testing.assert_close(case.run(ops, 600), case.run(ReferenceOps(), 600), atol=2e-5, rtol=0)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels.cpu import CpuOps, load_library
+from kernels.cpu import CpuOps
+from kernels.cpu_library import load_library
 from kernels.ops import make_ops
 from kernels.reference import ReferenceOps
 
@@ -23,7 +24,7 @@ def test_a_cpu_gets_the_best_variant_it_can_run(monkeypatch: pytest.MonkeyPatch)
             pytest.skip(f"{variant} is not built")
         ops = make_ops(CPU, 16, 1)
         assert isinstance(ops, CpuOps)
-        assert ops._attention is library.tailrace_attention
+        assert ops.calls.library is library
 
 
 def test_blocks_that_a_wide_vector_does_not_divide_get_a_narrower_variant(monkeypatch: pytest.MonkeyPatch):
@@ -31,8 +32,8 @@ def test_blocks_that_a_wide_vector_does_not_divide_get_a_narrower_variant(monkey
     wide, narrow = load_library("avx512"), load_library("avx2")
     if wide is None or narrow is None:
         pytest.skip("not built")
-    assert make_ops(CPU, 32, 1)._attention is wide.tailrace_attention
-    assert make_ops(CPU, 24, 1)._attention is narrow.tailrace_attention
+    assert make_ops(CPU, 32, 1).calls.library is wide
+    assert make_ops(CPU, 24, 1).calls.library is narrow
 
 
 def test_without_compiled_kernels_the_reference_computes_and_says_so(

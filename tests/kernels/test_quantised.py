@@ -50,43 +50,58 @@ def random_matrix(kind: str, outputs: int, inputs: int) -> tuple[QuantisedMatrix
     return matrix, grouped.view(outputs, inputs)
 
 
-def product(ops: ReferenceOps, x: torch.Tensor, matrix: QuantisedMatrix) -> torch.Tensor:
+def product(ops: ReferenceOps, x: torch.Tensor, matrix: QuantisedMatrix, bits: int = 16) -> torch.Tensor:
     """Into the middle of a wider tensor, whose rest must stay as it is."""
     outputs = matrix.shape[0]
     out = torch.full((len(x), outputs + 5), torch.nan)
-    ops.quantised_product(matrix)(x, out[:, 3 : 3 + outputs])
+    ops.quantised_product(matrix, bits)(x, out[:, 3 : 3 + outputs])
     assert out[:, :3].isnan().all()
     assert out[:, 3 + outputs :].isnan().all()
     return out[:, 3 : 3 + outputs]
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_the_weights_come_back_as_they_were(kind: str, outputs: int, inputs: int):
+def test_the_weights_come_back_as_they_were(ops: CpuOps, kind: str, outputs: int, inputs: int):
     matrix, exact = random_matrix(kind, outputs, inputs)
     assert torch.equal(torch.cat(list(matrix.chunks(7))), exact)
     indices = torch.tensor([outputs - 1, 0, outputs - 1, outputs // 2])
     assert torch.equal(matrix.rows(indices), exact[indices])
+    torch.testing.assert_close(ops.quantised_rows(matrix, indices), exact[indices], rtol=0, atol=2e-6)
     assert matrix.rows(torch.empty(0, dtype=torch.int64)).shape == (0, inputs)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_products_are_those_of_the_weights(ops: CpuOps, kind: str, outputs: int, inputs: int):
     matrix, weights = random_matrix(kind, outputs, inputs)
-    for rows in (1, 2, 3, 5, 7, 12, 65):
+    for rows in (1, 2, 3, 5, 7, 12, 31, 65):
         x = torch.randn(rows, inputs)
         exact = x.double() @ weights.double().T
-        for each in (ops, ReferenceOps()):
-            error = (product(each, x, matrix).double() - exact).abs().max()
-            assert error < 1e-4 * x.norm(dim=1).max() * weights.norm(dim=1).max() / inputs**0.5
+        for each, bits, bound in ((ops, 16, 1e-4), (ops, 8, 4e-2), (ReferenceOps(), 16, 1e-4)):
+            error = (product(each, x, matrix, bits).double() - exact).abs().max()
+            assert error < bound * x.norm(dim=1).max() * weights.norm(dim=1).max() / inputs**0.5
 
 
-def test_a_row_is_the_same_bits_in_any_batch_and_on_any_number_of_threads(variant: str, kind: str):
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_row_is_the_same_bits_in_any_batch_and_on_any_number_of_threads(variant: str, kind: str, bits: int):
     matrix, _ = random_matrix(kind, 130, 576)
     x = torch.randn(300, 576)
-    together = product(cpu_ops(variant, 2), x, matrix)
-    assert torch.equal(together, product(cpu_ops(variant, 1), x, matrix))
-    for rows in (slice(0, 1), slice(7, 9), slice(11, 16), slice(293, 300)):
-        assert torch.equal(product(cpu_ops(variant, 2), x[rows].contiguous(), matrix), together[rows])
+    together = product(cpu_ops(variant, 2), x, matrix, bits)
+    assert torch.equal(together, product(cpu_ops(variant, 1), x, matrix, bits))
+    for rows in (slice(0, 1), slice(7, 9), slice(11, 16), slice(13, 28), slice(293, 300)):
+        assert torch.equal(product(cpu_ops(variant, 2), x[rows].contiguous(), matrix, bits), together[rows])
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_largest_integers_do_not_overflow(ops: CpuOps, kind: str, bits: int):
+    form, dtype, low, high = FORMATS[kind]
+    values = torch.full((32, 64), high - 1, dtype=dtype)
+    values[16:] = low
+    minimums = torch.zeros(32, 64 // form.group) if dtype == torch.uint8 else None
+    matrix = QuantisedMatrix(32, 64, form)
+    matrix.fill(0, values, torch.ones(32, 64 // form.group), minimums)
+    for x in (torch.ones(5, 64), -torch.ones(5, 64)):
+        expected = x.double() @ values.double().T
+        torch.testing.assert_close(product(ops, x, matrix, bits).double(), expected, rtol=1e-6, atol=1e-3)
 
 
 def test_more_rows_than_the_cache_takes_at_a_time(ops: CpuOps):

@@ -1,0 +1,125 @@
+"""The C++ kernels of cpp/, loaded and called: one function that runs lists of calls, and a struct of arguments for each
+kernel.
+
+The same source is compiled once per instruction set. A library is loaded after torch, so that it shares torch's OpenMP
+runtime and its threads; ctypes releases the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+
+
+def _fields(**groups: str) -> list[tuple[str, type]]:
+    """Names of fields by their type, in order; a type that comes again has a number behind it."""
+    types = {"pointer": _pointer, "int": _int, "long": _long, "float": _float}
+    return [(name, types[kind.rstrip("0123456789")]) for kind, names in groups.items() for name in names.split()]
+
+
+_NORM = _fields(pointer="x residual weight bias out", long="tokens size", float="eps", int="dtype")
+_ARGUMENTS = {
+    "attention": _fields(
+        pointer="query key_cache value_cache out query_starts seq_lens block_tables",
+        long="query_stride table_stride",
+        int="num_rows num_heads num_kv_heads head_dim block_size sliding_window dtype",
+        float="scale softcap",
+    ),
+    "write_kv": _fields(
+        pointer="key value key_cache value_cache slots",
+        long="tokens key_stride value_stride",
+        int="dtype kv_heads head_dim block_size",
+    ),
+    "rms_norm": _NORM,
+    "layer_norm": _NORM,
+    "norm_heads": _fields(pointer="x weight", long="tokens stride", float="eps", int="dtype heads head_dim"),
+    "rotary": _fields(pointer="x cosines sines", long="tokens stride", int="dtype heads head_dim rotated"),
+    "gated": _fields(pointer="x out", long="tokens size", int="dtype activation"),
+    "gelu": _fields(pointer="x out", long="cells", int="dtype"),
+    "softcap": _fields(pointer="x", long="cells", float="cap"),
+    "add": _fields(pointer="x y", long="rows size y_stride", int="dtype"),
+    "scale": _fields(pointer="x", long="cells", float="factor", int="dtype"),
+    "rows": _fields(pointer="table indices out", long="count bytes stride"),
+    "quantised_linear": _fields(
+        pointer="tiles x out",
+        long="rows size outputs stride",
+        int="bits group has_minimums wide_scales activation_bits",
+    ),
+    "quantised_rows": _fields(
+        pointer="tiles indices out", long="count size", int="bits group has_minimums wide_scales"
+    ),
+}
+"""Of each kernel the fields of its arguments, as cpp/ declares them."""
+
+
+class Call(ctypes.Structure):
+    """A kernel and its arguments."""
+
+    _fields_ = [("kernel", _pointer), ("args", _pointer)]
+
+
+class Library:
+    """The kernels of one instruction set."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._run = library.tailrace_run
+        self._run.argtypes, self._run.restype = [_pointer, _long, _int], None
+        library.tailrace_kernel.argtypes, library.tailrace_kernel.restype = [ctypes.c_char_p], _pointer
+        self.addresses: dict[str, int] = {name: library.tailrace_kernel(name.encode()) for name in _ARGUMENTS}
+        self.vector_width: int = library.tailrace_vector_width()
+
+    def run(self, calls: Sequence[Call] | ctypes.Array[Call], count: int, num_threads: int) -> None:
+        """One after the other; `calls` is an array of ctypes."""
+        self._run(calls, count, num_threads)
+
+
+@cache
+def load_library(variant: str) -> Library | None:
+    """The kernels compiled for an instruction set, or None where they were not built."""
+    for suffix in EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_cpu_{variant}{suffix}")
+        if path.exists():
+            return Library(path)
+    return None
+
+
+def variants() -> list[str]:
+    """The instruction sets of this processor, best first."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    has_avx512 = capability == "AVX512" and torch.cpu._is_vnni_supported()
+    return ["avx512"] * has_avx512 + ["avx2"] * (capability in ("AVX2", "AVX512")) + ["generic"]
+
+
+class Calls:
+    """Carries out kernels on some threads, and tells a recording of it, if there is one."""
+
+    def __init__(self, library: Library, num_threads: int) -> None:
+        self.library, self.num_threads = library, num_threads
+        self.recording: list[ctypes.Structure] | None = None
+        """The calls made, in order, each followed by its arguments."""
+
+    def kernel(self, name: str) -> Callable[..., None]:
+        """Calls a kernel with the values of its arguments, in order."""
+        address, run, num_threads = self.library.addresses[name], self.library.run, self.num_threads
+        make: type[Any] = type(name, (ctypes.Structure,), {"_fields_": _ARGUMENTS[name]})
+        byref, addressof = ctypes.byref, ctypes.addressof
+
+        def call(*values: Any) -> None:
+            arguments = make(*values)
+            one = Call(address, addressof(arguments))
+            run(byref(one), 1, num_threads)
+            if self.recording is not None:
+                self.recording += [one, arguments]
+
+        return call
