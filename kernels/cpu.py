@@ -97,11 +97,25 @@ class CpuOps(ReferenceOps):
         scale: float,
         sliding_window: int,
         softcap: float,
+        sinks: torch.Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> torch.Tensor:
         tokens, heads, head_dim = query.shape
-        if head_dim % _LANES:
+        if head_dim % _LANES or sinks is not None or key_cache.dtype is not query.dtype:
             return super().attention(
-                query, key_cache, value_cache, query_starts, seq_lens, block_tables, scale, sliding_window, softcap
+                query,
+                key_cache,
+                value_cache,
+                query_starts,
+                seq_lens,
+                block_tables,
+                scale,
+                sliding_window,
+                softcap,
+                sinks,
+                key_scale,
+                value_scale,
             )
         assert query.stride(1) == head_dim
         assert query_starts.dtype == seq_lens.dtype == block_tables.dtype == torch.int32

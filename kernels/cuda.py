@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kernels.triton_attention import TritonAttention
 from kernels.triton_cache import TritonCache
 
 if TYPE_CHECKING:
@@ -16,14 +17,15 @@ ALIGNMENT = 8
 """Numbers of 16 bits that rows of a grouped product must be a multiple of."""
 
 
-class CudaOps(TritonCache):
+class CudaOps(TritonAttention, TritonCache):
     """Each base is the Triton kernels of one noun; what torch has a good kernel for stands here.
 
     No method waits for the device: tests call them with tensors that have no values.
     """
 
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
+    def __init__(self, gpu: Gpu, batch_invariant: bool = False) -> None:
+        """batch_invariant: what a row gets does not depend on the rows beside it, at the price of some speed."""
+        self.gpu, self.batch_invariant = gpu, batch_invariant
 
     def grouped_matmul(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """In one launch: the ends of segments stay on the device, and the host need not wait for them."""

@@ -90,14 +90,20 @@ class ReferenceOps(ReferenceStepOps):
         scale: float,
         sliding_window: int,
         softcap: float,
+        sinks: torch.Tensor | None = None,
+        key_scale: float = 1.0,
+        value_scale: float = 1.0,
     ) -> torch.Tensor:
         """Causal attention of query [tokens, heads, head_dim] over the cached keys of each row.
 
         Row r owns tokens query_starts[r]:query_starts[r + 1], the last of its seq_lens[r] keys, which lie in
         the blocks of block_tables[r]. A query sees itself and what is before it, at most sliding_window keys
-        (0 is all). Scores pass softcap * tanh(score / softcap) (0 leaves them). The three index tensors are
-        int32. Returns [tokens, heads, head_dim]; tokens beyond the last row's, and those of rows with seq_lens 0,
-        which are padding, are left undefined.
+        (0 is all). Scores pass softcap * tanh(score / softcap) (0 leaves them). sinks [heads], float32, are scores
+        of one more key of each head, whose value is zero. Cached keys and values count times their scales. The three
+        index tensors are int32. Returns [tokens, heads, head_dim]; tokens beyond the last row's, and those of rows with
+        seq_lens 0, which are padding, are left undefined.
+
+        Where there are as many tokens as rows, each row has one, except that rows without keys may have none.
         """
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         block_size = value_cache.shape[2]
@@ -107,8 +113,8 @@ class ReferenceOps(ReferenceStepOps):
             if first == end:
                 continue
             blocks = block_tables[row, : -(-length // block_size)].long()
-            keys = key_cache[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float()
-            values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float()
+            keys = key_cache[blocks].permute(1, 0, 3, 2).flatten(1, 2)[:, :length].float() * key_scale
+            values = value_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].float() * value_scale
             positions = torch.arange(length - (end - first), length, device=query.device)[:, None]
             distance = positions - torch.arange(length, device=query.device)
             seen = (distance >= 0) & (distance < (sliding_window or length + 1))
@@ -117,7 +123,10 @@ class ReferenceOps(ReferenceStepOps):
             scores = queries @ keys.repeat_interleave(group, 0).transpose(1, 2) * scale
             if softcap:
                 self.softcap(scores, softcap)
-            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(~seen, -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - first, 1)], -1)
+            weights = scores.softmax(-1)[..., :length]
             # A key that is not seen may be memory nobody wrote, and 0 * NaN is NaN.
             values = values.masked_fill(~seen.any(0)[:, None], 0.0).repeat_interleave(group, 0)
             out[first:end] = (weights @ values).transpose(0, 1).to(out.dtype)

@@ -8,7 +8,9 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 from kernels.cuda import CudaOps
@@ -31,6 +33,21 @@ def _patch_tensors_for_numpy(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_tensors_for_numpy
+_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _dot_of_bfloat16(self: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
+    """The interpreter holds bfloat16 as the integers of its bits, and multiplies them as such."""
+    a, b = (
+        interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+        if x.dtype.scalar == tl.bfloat16
+        else x
+        for x in (a, b)
+    )
+    return _dot(self, a, b, accumulator, *options)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot_of_bfloat16
 
 
 def cuda_ops(gpu: Gpu = HOPPER) -> CudaOps:

@@ -1,0 +1,74 @@
+"""Softmax as attention takes it, tile of keys by tile of keys, in float32 and with exponents of two.
+
+A row's state is the largest score so far, the sum of its weights and the weighted sum of values; both sums are relative
+to the largest score, and shrink when a larger one comes (Milakov and Gimelshein 2018, "Online normalizer calculation
+for softmax"). Scores are products times `factor`, which has the scale and the logarithm of e in it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def exponents(scale: float, softcap: float) -> tuple[float, float]:
+    """(inner, factor) of attend: what products are multiplied with inside the cap's tanh, and what scores are."""
+    log2_e = LOG2_E.value
+    return (2 * log2_e * scale / softcap, softcap * log2_e) if softcap else (0.0, scale * log2_e)
+
+
+@triton.jit
+def begin(sinks, heads, ROWS: tl.constexpr):
+    """The largest score and the sum of weights of rows that saw nothing yet, or only their heads' sinks."""
+    if sinks is None:
+        maxima, sums = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    else:
+        maxima, sums = tl.load(sinks + heads) * LOG2_E, tl.full([ROWS], 1.0, tl.float32)
+    return maxima, sums
+
+
+@triton.jit
+def load_tile(cache, at, real, dims, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Keys or values at [tile, PADDED_DIM], zero where they are not real, if that is given [tile]."""
+    if HEAD_DIM == PADDED_DIM:
+        tile = tl.load(cache + at) if real is None else tl.load(cache + at, mask=real[:, None], other=0.0)
+    else:
+        mask = (dims < HEAD_DIM)[None, :]
+        mask = mask if real is None else real[:, None] & mask
+        tile = tl.load(cache + at, mask=mask, other=0.0)
+    return tile
+
+
+@triton.jit
+def attend(
+    query,
+    keys,
+    values,
+    seen,
+    maxima,
+    sums,
+    weighted,
+    inner,
+    factor,
+    CAPPED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The state after query [rows, head_dim] saw keys and values [tile, head_dim] where `seen` [rows, tile]."""
+    scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
+    if CAPPED:
+        # tanh, whose own function the interpreter does not have.
+        scores = 1.0 - 2.0 / (tl.exp2(scores * inner) + 1.0)
+    if MASKED:
+        scores = tl.where(seen, scores, float("-inf"))
+    larger = tl.maximum(maxima, tl.max(scores, 1) * factor)
+    # Where no key was seen yet there is nothing to be relative to.
+    base = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
+    weights = tl.exp2(scores * factor - base[:, None])
+    shrink = tl.exp2(maxima - base)
+    sums = sums * shrink + tl.sum(weights, 1)
+    weighted = tl.dot(weights.to(values.dtype), values, weighted * shrink[:, None], input_precision="tf32x3")
+    return larger, sums, weighted
