@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from async_engine.bench.child import Child
-from async_engine.bench.core import measure_core
+from async_engine.bench.core import BATCHES, measure_busy, measure_core
 from async_engine.bench.load import Job, Result
 from async_engine.bench.table import format_table
 
@@ -59,6 +59,7 @@ def measure(options: NullBenchOptions) -> dict[str, Any]:
     """The whole report. Leaves no process behind, however it ends."""
     with _Servers(options) as servers:
         core = measure_core(options.rounds, options.core_tokens)
+        busy = measure_busy(options.rounds, options.device_ms)
         paced: dict[str, list[Result]] = {name: [] for name in [*PACED, *LOGPROBS]}
         unpaced: dict[str, list[Result]] = {name: [] for name in UNPACED}
         for _ in range(options.rounds):
@@ -70,6 +71,10 @@ def measure(options: NullBenchOptions) -> dict[str, Any]:
             paced[name].append(servers.load(*way, num_tokens=options.steps, logprobs=NUM_LOGPROBS))
     return {
         "core_us_per_request_step": {str(batch): round(cost, 3) for batch, cost in core.items()},
+        "device_busy": {
+            str(depth): {str(batch): round(share, 3) for batch, share in shares.items()}
+            for depth, shares in busy.items()
+        },
         "front_us_per_token": _medians(paced, lambda result: result.server_cpu / result.num_tokens * 1e6),
         "tokens_per_s": _medians(unpaced, lambda result: result.num_tokens / result.seconds),
         "latency_ms": {
@@ -89,6 +94,10 @@ def format_report(report: dict[str, Any]) -> str:
         ["core, requests that decode", "us per request and step"],
         [[batch, cost] for batch, cost in report["core_us_per_request_step"].items()],
     )
+    busy = format_table(
+        [f"device of {options['device_ms']:g} ms a step, busy", *(f"{batch} rows" for batch in BATCHES)],
+        [[f"{depth} in flight", *shares.values()] for depth, shares in report["device_busy"].items()],
+    )
     columns = ("front_us_per_token", "load_us_per_token", "tokens_per_message")
     front = format_table(
         [f"front end, {options['streams']} streams", "CPU us/token", "client's", "tokens/message", "p50 ms", "p99 ms"],
@@ -105,7 +114,7 @@ def format_report(report: dict[str, Any]) -> str:
             for name, rate in report["tokens_per_s"].items()
         ],
     )
-    return f"{core}\n{front}\ngenerate_stream / bare_handler: {ratio:.2f}\n\n{rate}"
+    return f"{core}\n{busy}\n{front}\ngenerate_stream / bare_handler: {ratio:.2f}\n\n{rate}"
 
 
 class _Servers:

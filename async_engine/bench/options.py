@@ -51,6 +51,9 @@ class NullBenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     step_ms: Annotated[
         float, Meta(gt=0, description="milliseconds per step while CPU and latency of a token are taken")
     ] = 50.0
+    device_ms: Annotated[
+        float, Meta(gt=0, description="milliseconds per step while it is seen how busy steps in flight keep a device")
+    ] = 5.0
     steps: Annotated[int, Meta(ge=1, le=8192, description="paced steps at a time")] = 20
     seconds: Annotated[float, Meta(gt=0, description="seconds per round as fast as it goes")] = 1.0
     core_tokens: Annotated[int, Meta(ge=1, description="tokens per round and batch size of the core alone")] = 65536

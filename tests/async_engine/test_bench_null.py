@@ -18,7 +18,7 @@ from async_engine.bench import null as bench_null
 from async_engine.bench.bare import BareServicer
 from async_engine.bench.child import Child
 from async_engine.bench.client import Record
-from async_engine.bench.core import BATCHES, measure_core
+from async_engine.bench.core import BATCHES, DEPTHS, measure_busy, measure_core
 from async_engine.bench.load import Job, process_cpu_seconds
 from async_engine.bench.load import run as run_job
 from async_engine.bench.options import NullBenchOptions
@@ -76,6 +76,14 @@ def test_the_core_is_timed_at_each_batch_size():
     costs = measure_core(rounds=1, tokens_per_round=16)
     assert tuple(costs) == BATCHES
     assert all(cost > 0 for cost in costs.values())
+
+
+def test_it_is_seen_how_busy_steps_in_flight_keep_a_device():
+    busy = measure_busy(rounds=1, device_ms=0.5)
+    assert tuple(busy) == DEPTHS
+    for shares in busy.values():
+        assert tuple(shares) == BATCHES
+        assert all(0 < share < 1.5 for share in shares.values())
 
 
 @contextlib.asynccontextmanager
@@ -190,6 +198,7 @@ def test_the_command_prints_one_line_of_json(capsys):
     (line,) = capsys.readouterr().out.splitlines()
     report = json.loads(line)
     assert report["core_us_per_request_step"].keys() == {"1", "32", "256", "1024"}
+    assert {depth: len(shares) for depth, shares in report["device_busy"].items()} == {"1": 4, "2": 4}
     assert report["front_us_per_token"].keys() == {
         "generate_stream",
         "generate_stream_logprobs",
