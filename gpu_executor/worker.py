@@ -60,7 +60,8 @@ class Worker:
             if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in cause:
                 raise
             raise StartupError(
-                f"{path}: out of memory while loading ({cause}); lower --kv-cache-memory or use a 16-bit --dtype"
+                f"{path}: out of memory while loading ({cause}); lower --kv-cache-memory or --gpu-memory-utilization, "
+                "or use a 16-bit --dtype"
             ) from None
         self._runner = runner
         return info

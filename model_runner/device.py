@@ -12,18 +12,22 @@ import torch
 from kernels.ops import make_ops
 from model_runner.graph_backend import CudaGraphs
 from model_runner.host_copy import CudaCopier, copy_here
+from model_runner.memory import CudaMemory
 from model_runner.parallel import Workers, make_workers
 from protos.config import MIB
 from protos.errors import StartupError
 from protos.place import ONLY
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
     import numpy.typing as npt
 
     from kernels.ops import Ops
     from model_runner.graph_backend import GraphBackend
     from model_runner.host_copy import HostCopier
+    from model_runner.memory import MemoryMeter
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
     from protos.place import Place
@@ -43,7 +47,7 @@ class DevicePolicy:
     max_steps_in_flight: int
     """Steps that may be scheduled ahead, unless the config says otherwise."""
     cache_limit: int | None
-    """Bytes the KV cache takes at most by itself."""
+    """Bytes of the host's that the KV cache takes at most by itself."""
     chunk_cells: int
     """Numbers to take through a chain of elementwise operations at a time: on a CPU, what its cache holds."""
     workers: Workers = field(default_factory=Workers)
@@ -51,8 +55,10 @@ class DevicePolicy:
     """Linear layers compute with the integers that a checkpoint has, instead of turning them into floats."""
     shares_memory: bool = True
     """The device computes on the host's memory: what numpy writes there, tensors see."""
-    graphs: GraphBackend | None = None
-    """Records steps that decode; None where every step runs operation by operation."""
+    graphs: Callable[[], GraphBackend] | None = None
+    """Makes what records steps that decode; None where every step runs operation by operation."""
+    memory: MemoryMeter | None = None
+    """Of a device with memory of its own, which weights, steps and KV cache share."""
     to_host: HostCopier = copy_here
     """Starts a copy of tensors to the host; nobody waits for the device before `wait` is called on what it returns."""
 
@@ -74,9 +80,7 @@ class DevicePolicy:
         return tensor if self.shares_memory else torch.zeros_like(tensor, device=self.device)
 
     def free_memory(self) -> int:
-        """Bytes that can be allocated now; of a host's memory, the share of one of its workers."""
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0])
+        """Bytes of the host's that can be allocated now: the share of one of its workers."""
         return _free_host_memory() // self.workers.place.local_size
 
 
@@ -112,15 +116,16 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         keeps_integers=is_ours_to_choose and has_integers and ops.keeps_integers,
         shares_memory=on_cpu,
         graphs=_graphs(config, place, device),
+        memory=None if on_cpu else CudaMemory(device),
         to_host=copy_here if on_cpu else CudaCopier(device),
     )
 
 
-def _graphs(config: EngineConfig, place: Place, device: torch.device) -> GraphBackend | None:
+def _graphs(config: EngineConfig, place: Place, device: torch.device) -> Callable[[], GraphBackend] | None:
     """What a stage waits for and hands on is not part of a recording."""
     if config.executor.graphs == "off" or place.pipeline_size > 1 or device.type == "cpu":
         return None
-    return CudaGraphs(device)
+    return lambda: CudaGraphs(device)
 
 
 def _gpu(place: Place) -> torch.device:

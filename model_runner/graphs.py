@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from model_runner.graph_backend import NotCapturableError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -47,6 +47,18 @@ class Graphs:
             for size in reversed(self._sizes):
                 if self._sizes:
                     self._record(size)
+
+    def estimate(self, used: Callable[[], int]) -> int:
+        """Bytes that `capture` would take, of which `used` tells how many are taken: by the largest two."""
+        if not self._backend.captures_ahead:
+            return 0
+        bytes_used, sizes = [used()], self._sizes
+        for size in (sizes[-1], sizes[max(0, len(sizes) - 2)]):
+            if self._sizes:
+                self._record(size)
+            bytes_used.append(used())
+        before, first, second = bytes_used
+        return max(0, first - before) + max(0, second - first) * (len(sizes) - 1)
 
     def run(self, step: SchedulerOutput) -> torch.Tensor | None:
         """Logits [R, vocabulary] of a step, to be overwritten at will, valid until the next; None if it is to be run

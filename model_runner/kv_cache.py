@@ -16,6 +16,7 @@ from protos.errors import StartupError
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
     from model_runner.forward_batch import KVCaches
+    from model_runner.memory import MemoryPlan
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
 
@@ -33,8 +34,8 @@ class CacheSize:
         return self.num_blocks * self.block_bytes
 
 
-def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy) -> CacheSize:
-    """Sizes the cache so that one sequence of max_model_len always fits.
+def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy, plan: MemoryPlan | None = None) -> CacheSize:
+    """Sizes the cache so that one sequence of max_model_len always fits, into what a plan leaves if there is one.
 
     All workers decide alike: by the one with the least memory. Raises StartupError, with the number that would fit,
     where the config asks for more than there is.
@@ -46,10 +47,10 @@ def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy) -> Ca
     key_shape, value_shape = _shapes(1, spec, policy, block_size)
     num_layers = len(stage_layers(spec.num_layers, policy.workers.place))
     block_bytes = num_layers * policy.dtype.itemsize * (math.prod(key_shape) + math.prod(value_shape))
-    num_blocks = config.cache.num_kv_blocks or policy.workers.least(_budget(config, policy) // block_bytes)
+    num_blocks = config.cache.num_kv_blocks or policy.workers.least(_budget(config, policy, plan) // block_bytes)
     capacity = max(0, num_blocks - 1) * block_size
     if capacity < max(wanted, 1):
-        raise StartupError(_too_small(config, capacity, max(wanted, 1), block_bytes))
+        raise StartupError(_too_small(config, capacity, max(wanted, 1), block_bytes, plan))
     max_model_len = wanted or min(limit, capacity)
     if not config.cache.num_kv_blocks:
         # Blocks that no set of running sequences could fill would be memory for nothing.
@@ -57,21 +58,26 @@ def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy) -> Ca
     return CacheSize(num_blocks, max_model_len, block_bytes)
 
 
-def _too_small(config: EngineConfig, capacity: int, wanted: int, block_bytes: int) -> str:
-    blocks = 1 + -(-wanted // config.cache.block_size)
-    if config.cache.num_kv_blocks:
+def _too_small(config: EngineConfig, capacity: int, wanted: int, block_bytes: int, plan: MemoryPlan | None) -> str:
+    blocks, told = 1 + -(-wanted // config.cache.block_size), ""
+    if plan is not None and not (config.cache.num_kv_blocks or config.cache.kv_cache_memory):
+        told, share = f" ({plan})", plan.utilization_for(blocks * block_bytes)
+        fix = "lower --max-num-batched-tokens, or spread the model with --tensor-parallel-size"
+        if share is not None:
+            fix = f"raise --gpu-memory-utilization to {share:g}"
+    elif config.cache.num_kv_blocks:
         fix = f"raise --num-kv-blocks to {blocks}"
     else:
         fix = f"raise --kv-cache-memory to {-(-blocks * block_bytes // MIB)}"
     if capacity:
         fix = f"lower --max-model-len to {capacity}, or {fix}"
-    return f"the KV cache can hold {capacity} tokens, but a sequence needs {wanted}: {fix}"
+    return f"the KV cache can hold {capacity} tokens, but a sequence needs {wanted}{told}: {fix}"
 
 
-def allocate_cache(size: CacheSize, spec: ModelSpec, policy: DevicePolicy, block_size: int) -> KVCaches:
+def allocate_cache(num_blocks: int, spec: ModelSpec, policy: DevicePolicy, block_size: int) -> KVCaches:
     """Keys and values of each layer of the stage. Not filled: on a CPU, memory that no sequence reaches is never
     resident."""
-    key_shape, value_shape = _shapes(size.num_blocks, spec, policy, block_size)
+    key_shape, value_shape = _shapes(num_blocks, spec, policy, block_size)
     return {
         layer: (
             torch.empty(key_shape, dtype=policy.dtype, device=policy.device),
@@ -89,10 +95,12 @@ def _shapes(
     return policy.ops.kv_cache_shapes(num_blocks, held, spec.head_dim, block_size)
 
 
-def _budget(config: EngineConfig, policy: DevicePolicy) -> int:
+def _budget(config: EngineConfig, policy: DevicePolicy, plan: MemoryPlan | None) -> int:
     """Bytes the cache may take."""
     if config.cache.kv_cache_memory:
         return config.cache.kv_cache_memory * MIB
+    if plan is not None:
+        return plan.cache
     free = policy.free_memory() // 3
     if policy.cache_limit is None:
         return free

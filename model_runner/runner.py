@@ -11,7 +11,9 @@ from model_runner.forward_batch import ForwardBuffers
 from model_runner.graphs import Graphs
 from model_runner.input_batch import InputBatch
 from model_runner.kv_cache import allocate_cache, fit_cache
+from model_runner.largest_step import largest_step
 from model_runner.logprobs import chunk_scratch, join, split, token_logprobs
+from model_runner.memory import MemoryPlan
 from model_runner.models import make_model
 from model_runner.sampler import Sampler
 from model_runner.stage import StageLink
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from model_runner.device import DevicePolicy
-    from model_runner.graph_backend import GraphBackend
+    from model_runner.forward_batch import KVCaches
+    from model_runner.memory import MemoryMeter
     from model_runner.prompt_spans import PromptSpans
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
@@ -42,7 +45,7 @@ class ModelRunner:
         """Decides what fits and allocates the model, unfilled. Raises StartupError where it does not fit."""
         self._config, self._spec, self._policy = config, spec, policy
         self._place = policy.workers.place
-        self._size = fit_cache(config, spec, self._policy)
+        self._size = fit_cache(config, spec, self._policy, self._plan())
         self.model = make_model(spec, self._size.max_model_len, self._policy)
         self._batch = InputBatch(
             config.scheduler.max_num_seqs,
@@ -56,7 +59,7 @@ class ModelRunner:
         )
         self._link = StageLink(spec, self._policy)
         self._sampler = Sampler(self._policy)
-        self._kv_caches = allocate_cache(self._size, spec, self._policy, config.cache.block_size)
+        self._kv_caches: KVCaches = {}
         self._step: SchedulerOutput | None = None
         self._spans: PromptSpans | None = None
         self._hidden = torch.empty(0)
@@ -71,8 +74,7 @@ class ModelRunner:
         if self._place.pipeline_size > 1:
             elsewhere = whole_table(self._spec, self._policy).keys() - table.keys()
         load_weights(path, self._spec, self._config.model.load_format, table, report, elsewhere)
-        if self._policy.graphs is not None:
-            self._capture(self._policy.graphs)
+        self._allocate()
         return WorkerInfo(
             num_blocks=self._size.num_blocks,
             max_model_len=self._size.max_model_len,
@@ -87,9 +89,44 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def _capture(self, backend: GraphBackend) -> None:
-        self._graphs = Graphs(self.model, self._buffers, self._kv_caches, backend)
-        self._graphs.capture()
+    def _allocate(self) -> None:
+        """Takes the memory that is left: for the KV cache and graphs."""
+        cache = self._config.cache
+        if self._policy.memory is not None and not (cache.num_kv_blocks or cache.kv_cache_memory):
+            self._size = fit_cache(self._config, self._spec, self._policy, self._measure(self._policy.memory))
+        self._kv_caches = allocate_cache(self._size.num_blocks, self._spec, self._policy, cache.block_size)
+        self._graphs = self._make_graphs()
+        if self._graphs is not None:
+            self._graphs.capture()
+
+    def _make_graphs(self) -> Graphs | None:
+        make = self._policy.graphs
+        return None if make is None else Graphs(self.model, self._buffers, self._kv_caches, make())
+
+    def _measure(self, memory: MemoryMeter) -> MemoryPlan | None:
+        """What is left for the cache, by running the largest step and recording a few, over a cache of one block."""
+        options = self._config.scheduler
+        block_size, max_model_len = self._batch.block_size, self._size.max_model_len
+        self._kv_caches = allocate_cache(1, self._spec, self._policy, block_size)
+        step = largest_step(options.max_num_seqs, options.max_num_batched_tokens, max_model_len, block_size)
+
+        def run() -> None:
+            self.execute(step)
+            self.sample().result()
+
+        peak = memory.peak(run)
+        self._hidden = torch.empty(0)
+        graphs = self._make_graphs()
+        graph_bytes = 0 if graphs is None else graphs.estimate(lambda: memory.used()[0])
+        del graphs
+        self._kv_caches = {}
+        return self._plan(peak, graph_bytes)
+
+    def _plan(self, step_bytes: int = 0, graph_bytes: int = 0) -> MemoryPlan | None:
+        if self._policy.memory is None:
+            return None
+        used, total = self._policy.memory.used()
+        return MemoryPlan(total, self._config.cache.gpu_memory_utilization, used, step_bytes, graph_bytes)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:

@@ -71,13 +71,22 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The paged KV cache."""
 
     block_size: Annotated[int, Meta(ge=8, le=256, description="tokens per KV block, a multiple of 8")] = 16
+    gpu_memory_utilization: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="share of a GPU's memory that weights, the largest step, graphs and KV cache take together, "
+            "with whatever else is on it",
+        ),
+    ] = 0.9
     kv_cache_memory: Annotated[
         int,
         Meta(
             ge=0,
             le=1 << 24,
-            description="MiB for the KV cache of each worker; 0 is a third of the memory free at start, on a CPU at "
-            "most 1024 for all",
+            description="MiB for the KV cache of each worker; 0 is what --gpu-memory-utilization leaves on a GPU, on a "
+            "CPU a third of the memory free at start, at most 1024 for all",
         ),
     ] = 0
     num_kv_blocks: Annotated[

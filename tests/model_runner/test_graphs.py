@@ -46,7 +46,7 @@ def make(directory: Path, backend: GraphBackend | None, has_own_memory: bool = F
     config = build(EngineConfig, **given, dtype="float32", device="cpu")
 
     def change(policy: DevicePolicy) -> DevicePolicy:
-        return replace(apart(policy) if has_own_memory else policy, graphs=backend)
+        return replace(apart(policy) if has_own_memory else policy, graphs=None if backend is None else lambda: backend)
 
     return make_runner(directory, config, change=change)
 

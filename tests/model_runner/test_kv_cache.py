@@ -123,7 +123,7 @@ def test_memory_is_not_touched_before_it_is_used():
             return int(statm.read().split()[1]) * 4096
 
     before = resident()
-    caches = allocate_cache(size, SPEC, POLICY, 16)
+    caches = allocate_cache(size.num_blocks, SPEC, POLICY, 16)
     assert sum(keys.nbytes + values.nbytes for keys, values in caches.values()) == size.num_bytes
     assert resident() - before < 50 * MIB
 

@@ -45,7 +45,7 @@ class OneWorker:
         self._directory = directory
 
         def change(policy: Any) -> Any:
-            return replace(apart(policy), graphs=RecordingBackend()) if like_gpu else policy
+            return replace(apart(policy), graphs=RecordingBackend) if like_gpu else policy
 
         self._runner = make_runner(directory, config, change=change)
         self.execute, self.sample = self._runner.execute, self._runner.sample

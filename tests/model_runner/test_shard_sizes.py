@@ -96,10 +96,15 @@ def test_a_worker_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("model_runner.device.make_ops", lambda *_: SimpleNamespace(keeps_integers=False))
+    monkeypatch.setattr("model_runner.device.CudaCopier", lambda device: device)
     try:
         for rank in range(2):
             place = Place(rank=rank, tensor_size=2, local_rank=rank, local_size=2)
-            assert make_device(build(EngineConfig), SPEC, DIRECTORY, place).device == torch.device("cuda", rank)
+            policy = make_device(build(EngineConfig), SPEC, DIRECTORY, place)
+            assert policy.device == policy.to_host == torch.device("cuda", rank)
+            assert (policy.max_steps_in_flight, policy.shares_memory) == (2, False)
+            assert policy.graphs is not None
+            assert policy.memory is not None
         with pytest.raises(StartupError, match=r"^this node has 2 GPUs for 4 workers; lower --tensor-parallel-size"):
             make_device(build(EngineConfig), SPEC, DIRECTORY, Place(tensor_size=2, pipeline_size=2, local_size=4))
     finally:
