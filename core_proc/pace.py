@@ -43,8 +43,8 @@ class Pace:
 
     # What is seen -----------------------------------------------------------------------------
 
-    def step_returned(self, num_prompt_tokens: int, scheduled_time: float, now: float) -> None:
-        """A step is back. Behind another one in flight, it began when that one was back."""
+    def step_returned(self, num_prompt_tokens: int, scheduled_time: float, now: float) -> float:
+        """A step is back: how long it took. Behind another one in flight, it began when that one was back."""
         seconds = now - max(scheduled_time, self._last_return)
         self._last_return = now
         self._step_seconds += self.STEP_FADE * (seconds - self._step_seconds)
@@ -52,6 +52,7 @@ class Pace:
             # The best of late, slowly forgotten: prompts share their steps with outputs.
             rate, known = num_prompt_tokens / seconds, self._prompt_tokens_per_second
             self._prompt_tokens_per_second = rate if known == math.inf else max(rate, 0.9 * known)
+        return seconds
 
     def output_ended(self, num_tokens: int) -> None:
         """An output ended by itself."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
+from core_proc.chunk import Chunks, StepBudget
 from core_proc.intake import Intake, StepInFlight
 from core_proc.request import Request, State
 from core_proc.request_table import RequestTable
@@ -62,22 +63,20 @@ class Scheduler:
         assert max_model_len <= kv_cache.capacity_tokens, "a request that can never fit would wait for ever"
         self.max_model_len = max_model_len
         self.kv_cache = kv_cache
-        self.table = RequestTable(
-            options.max_num_seqs, max_model_len, kv_cache, clock, shares.num_steps if shares else 1
-        )
+        steps_per_token = shares.num_steps if shares else 1
+        self.table = RequestTable(options.max_num_seqs, max_model_len, kv_cache, clock, steps_per_token)
         self.events = self.table.events
         self._admission: Admission = "open"
         self.held_back: list[int] = []
         """Front ends that do not take what is there for them: their rows compute nothing more."""
         self._rows = self.table.rows
         self._waiting = self.table.waiting
-        self._budget = options.max_num_batched_tokens
-        self._prefill_cap = options.long_prefill_threshold or max(1, self._budget // 4)
         self._vocab_size = vocab_size
         self._intake = Intake(self.table, eos_token_ids, vocab_size)
         self._pace = self.table.pace
         self._suspects = Suspects()
         self._shares = shares
+        self._chunks = Chunks(options, steps_per_token)
         self._clock = clock
         self._num_steps = 0
 
@@ -189,11 +188,10 @@ class Scheduler:
         if trial and self._suspects.last_trial > self.kv_cache.last_returned_step:
             return None
         draft = StepDraft()
-        rows, counts, scarce = self._schedule_running(draft, trial)
-        if not scarce and len(self._waiting):
-            budget = self._budget - int(counts.sum())
+        rows, counts, budget = self._schedule_running(draft, trial)
+        if budget is not None and len(self._waiting):
             if draft.share is not None:
-                budget = min(budget, draft.share.left(counts))
+                budget.tokens = min(budget.tokens, draft.share.left(counts))
             admitted, chunks = self._admit(draft, budget, now, trial)
             if admitted:
                 rows = np.concatenate([rows, np.array(admitted, np.int32)])
@@ -204,8 +202,9 @@ class Scheduler:
             self._suspects.last_trial = self._num_steps
         return self._issue(draft, rows, counts, now)
 
-    def _schedule_running(self, draft: StepDraft, trial: bool) -> tuple[Int32s, Int32s, bool]:
-        """(rows, tokens of each, whether blocks were too few for one of them) of the running rows that compute."""
+    def _schedule_running(self, draft: StepDraft, trial: bool) -> tuple[Int32s, Int32s, StepBudget | None]:
+        """(rows, tokens of each, what is left for others) of the running rows that compute; nothing is left where
+        blocks were too few for one of them."""
         scarce = False
         columns = self._rows
         while True:
@@ -217,26 +216,26 @@ class Scheduler:
             todo[expected >= columns.max_len[rows]] = 0
             # What a grammar allows next is known when the last token is; the token itself, to a first stage, too.
             waits = expected > columns.known[rows]
-            todo[waits if self._shares else waits & columns.has_grammar[rows]] = 0
+            if not self._shares:
+                waits &= columns.has_grammar[rows]
+            todo[waits] = 0
             if self.held_back:
                 todo[np.isin(columns.client[rows], self.held_back)] = 0
             if self._suspects:
                 todo[[request.is_suspect is not trial for request in columns.requests[rows]]] = 0
+            num_waiting = self._waiting.num_ready if columns.num_free else 0
             if self._shares is not None and not trial:
-                num_waiting = self._waiting.num_ready_tokens(self._budget * self._shares.num_steps)
-                draft.share = draft.share or self._shares.share(todo, waits, num_waiting if self._rows.num_free else 0)
-            if trial or np.count_nonzero(todo) + self._waiting.num_ready > 1 or (self._shares and waits.any()):
-                np.minimum(todo, self._prefill_cap, out=todo)
+                num_tokens = self._waiting.num_ready_tokens(self._chunks.max_tokens * self._shares.num_steps)
+                draft.share = draft.share or self._shares.share(todo, waits, num_tokens if columns.num_free else 0)
+            budget = self._chunks.trial_budget() if trial else self._chunks.budget(todo, computed, waits, num_waiting)
             if draft.share is not None:
                 draft.share.limit(todo)
-            ends = np.cumsum(todo)
-            counts = todo
-            if len(ends) and ends[-1] > self._budget:
-                counts = np.clip(self._budget - (ends - todo), 0, todo).astype(np.int32)
+            counts = budget.deal(todo, computed)
             short = np.flatnonzero(computed + counts > columns.capacity[rows])
             if all(self._grow(draft, rows, counts, int(index)) for index in short):
                 chosen = counts > 0
-                return rows[chosen], counts[chosen], scarce or not counts[short].all()
+                left = None if scarce or not counts[short].all() else budget
+                return rows[chosen], counts[chosen], left
             # Someone left: whoever could not grow tries again, with the budget that came back.
             scarce = True
 
@@ -256,14 +255,14 @@ class Scheduler:
             return False
         return True
 
-    def _admit(self, draft: StepDraft, budget: int, now: float, trial: bool) -> tuple[list[int], list[int]]:
+    def _admit(self, draft: StepDraft, budget: StepBudget, now: float, trial: bool) -> tuple[list[int], list[int]]:
         """(rows, tokens of each) of waiting requests that start or resume in this step."""
         rows: list[int] = []
         counts: list[int] = []
         costs: list[float] = []
         kept_rows, kept_tokens = (0, 0) if trial else self._suspects.reserved(self.kv_cache.block_size)
         next_one = self._suspects.next_waiting if trial else self._next_to_admit
-        while budget > 0 and self._rows.num_free > kept_rows and (request := next_one()):
+        while budget.is_open and self._rows.num_free > kept_rows and (request := next_one()):
             if request.last_step > self.kv_cache.last_returned_step:
                 break  # a token of it is still in flight
             num_tokens = request.num_waiting_tokens
@@ -275,15 +274,12 @@ class Scheduler:
             if not self.kv_cache.fits(num_tokens + kept_tokens, hits):
                 break
             self.kv_cache.share(request, hits)
-            count = min(num_tokens - cached, budget)
-            if trial or len(self._rows) or self._waiting.num_ready > 1:
-                count = min(count, self._prefill_cap)
+            count = budget.take(num_tokens - cached, cached)
             grown = self.kv_cache.grow(request, cached + count)
             assert grown is not None, "fits() was asked"
             costs.append(request.cost)
             rows.append(self.table.start(request, cached, now))
             counts.append(count)
-            budget -= count
             draft.enter(request)
             self._publish(request, cached + count)
         self._pace.queue_moved(costs, now, self._waiting.num_ready)
@@ -356,7 +352,8 @@ class Scheduler:
             self._shares.returned()
         self.kv_cache.step_returned(step.output.step_id)
         # One token of each row is not prefill, or not enough to matter.
-        self._pace.step_returned(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
+        seconds = self._pace.step_returned(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
+        self._chunks.times.learn(step.output, seconds)
         self._intake.take(step, output, now)
         if self._suspects.is_trial(step):
             self._suspects.clear(step)

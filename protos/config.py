@@ -110,6 +110,15 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             description="prompt tokens per request and step while others have work; 0 is a quarter of the budget",
         ),
     ] = 0
+    max_inter_token_gap: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=3600,
+            description="seconds that a step with running outputs aims to stay within: it computes so many tokens of "
+            "prompts beside them; 0 is three times what it takes without",
+        ),
+    ] = 0.0
     max_steps_in_flight: Annotated[
         int,
         Meta(

@@ -50,10 +50,12 @@ class Visit:
     ended_at: float = 0.0
     finished: Finished | None = None
     num_tokens: int = 0
+    token_times: list[float] = field(default_factory=list)
 
     def drew(self, now: float) -> None:
         self.num_tokens += 1
         self.first_token_at = self.first_token_at or now
+        self.token_times.append(now)
 
     def end(self, finished: Finished, now: float) -> None:
         self.finished, self.ended_at = finished, now
@@ -78,10 +80,15 @@ class Plant:
     block_size: int = 16
     num_blocks: int = 0
     """0 is enough for all rows, without prefix caching."""
+    max_inter_token_gap: float = 0.0
 
     def __post_init__(self) -> None:
         blocks = self.num_blocks or 1 + self.num_rows * self.max_model_len // self.block_size
-        options = SchedulerOptions(max_num_seqs=self.num_rows, max_num_batched_tokens=self.budget)
+        options = SchedulerOptions(
+            max_num_seqs=self.num_rows,
+            max_num_batched_tokens=self.budget,
+            max_inter_token_gap=self.max_inter_token_gap,
+        )
         kv_cache = KVCache(blocks, self.block_size, prefix_caching=bool(self.num_blocks))
         self.scheduler = Scheduler(options, kv_cache, self.max_model_len, (EOS,), 8, self.clock)
         self.visits: dict[int, Visit] = {}
