@@ -20,6 +20,7 @@ from core_proc.proc import EngineCoreProc
 from protos import codec, handshake
 from protos.config import EngineConfig, build
 from protos.handshake import Challenge, Join, Welcome
+from protos.kv_changes import KVChanges, MoreKV, UnwatchKV, WatchKV
 from protos.messages import (
     NO_STATS,
     Abort,
@@ -216,6 +217,28 @@ def test_idle_core_does_not_repeat_what_has_not_changed() -> None:
             rig.owner.ping()
         other.ping()
         assert len(other.messages) <= 2  # the answer, and at most what its own coming made to be told
+
+
+def test_front_ends_watch_the_prefix_cache_each_for_itself_and_idle_too() -> None:
+    with running() as rig:
+
+        def told(front_end: FrontEnd) -> list[KVChanges]:
+            outputs = [message for message in front_end.messages if isinstance(message, EngineCoreOutputs)]
+            return [changes for message in outputs for changes in message.kv_changes]
+
+        other = rig.join()
+        other.send(WatchKV(3, on_demand=True))
+        other.read_until(lambda: [each.watch for each in told(other)] == [3])
+        rig.owner.add(1, 1)
+        rig.owner.read_until(lambda: 1 in rig.owner.ends)
+        other.ping()
+        assert told(other) == []
+        other.send(MoreKV(3))
+        other.read_until(lambda: [len(each.stored) for each in told(other)] == [8])
+        other.send(UnwatchKV(3), MoreKV(3))
+        other.ping()
+        assert rig.proc._core.scheduler.kv_cache.pool.on_change is None
+        assert told(rig.owner) == []
 
 
 def test_front_end_that_does_not_read_stops_its_own_requests_alone_and_loses_nothing() -> None:
