@@ -257,6 +257,13 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "(for smg), vllm-inference (for vllm-router and dynamo), kserve (for tritonclient); default: none"
         ),
     ] = ""
+    kv_events: Annotated[
+        bool,
+        Meta(
+            description="tell clients of vllm-engine what the prefix cache holds, that is the tokens of all callers' "
+            "prompts and outputs"
+        ),
+    ] = False
     metrics_listen: Annotated[str, Meta(description="HOST:PORT of the Prometheus endpoint; default: none")] = ""
     max_message_mib: Annotated[int, Meta(ge=1, le=2047, description="largest message accepted, MiB")] = 16
     keepalive_time: Annotated[

@@ -7,7 +7,6 @@ has a chunk it cancels by Abort, and leaves the stream to end by itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import importlib.metadata
 import io
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_engine.auth import caller
 from async_engine.compat.adapter import LENGTH_REASONS, Adapter, abort, grammar, opened, refuse, unless_zero
+from async_engine.compat.vllm_kv_events import KvEventStream, hit_rate
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.from_proto import token_ids
 from async_engine.model_servicer import PIECE_BYTES
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from async_engine.outputs import SequenceFinish
     from protos.config import ServerOptions
     from protos.messages import GrammarSpec
-
-LOAD_INTERVAL = 1.0
-"""Seconds between two records of the load."""
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
@@ -144,7 +141,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             num_used_tokens=int(stats.kv_usage * core.kv_capacity_tokens),
             max_total_num_tokens=core.kv_capacity_tokens,
             token_usage=stats.kv_usage,
-            cache_hit_rate=self._hit_rate,
+            cache_hit_rate=hit_rate(self._llm),
             utilization=stats.running / core.max_num_seqs,
             max_running_requests=core.max_num_seqs,
         )
@@ -156,36 +153,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Any) -> None:
-        """The load, until the server drains. What the cache holds is not told."""
-        sample, before, told_at = 0, self._llm.stats.output_tokens, time.monotonic()
-        while not self._llm.drained.is_set():
-            tokens, now = self._llm.stats.output_tokens, time.monotonic()
-            load = self._load(sample, (tokens - before) / max(now - told_at, 1e-3))
-            await context.write(common.KvEventBatch(timestamp=time.time(), load=load))
-            sample, before, told_at = sample + 1, tokens, now
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._llm.drained.wait(), LOAD_INTERVAL)
-
-    def _load(self, sample: int, tokens_per_second: float) -> common.EngineLoad:
-        stats, core = self._llm.stats, self._llm.ready
-        return common.EngineLoad(
-            running_requests=stats.running,
-            waiting_requests=stats.waiting,
-            token_usage=stats.kv_usage,
-            gen_throughput=tokens_per_second,
-            max_running_requests=core.max_num_seqs,
-            sample=sample,
-            load_only=True,
-            cache_hit_rate=self._hit_rate,
-            num_used_tokens=int(stats.kv_usage * core.kv_capacity_tokens),
-            max_total_num_tokens=core.kv_capacity_tokens,
-            engine_silence_ms=int(self._llm.cores.silent_seconds * 1000),
-        )
-
-    @property
-    def _hit_rate(self) -> float:
-        stats = self._llm.stats
-        return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+        await KvEventStream(self._llm, request.start_sequence_number).write(context, self._options.kv_events)
 
 
 def _add(llm: AsyncLLM, options: ServerOptions, server: grpc.aio.Server) -> None:

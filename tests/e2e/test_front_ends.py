@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from async_engine import cli
+from protos.compat import smg_common_pb2, vllm_engine_pb2_grpc
 from protos.tailrace.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from protos.tailrace.v1 import generation_pb2 as pb
 from tests.e2e.serving import ServerProcess, children
@@ -106,7 +107,8 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def server():
-    served = Served("--admin-listen", "127.0.0.1:0", "--metrics-listen", f"127.0.0.1:{(port := free_port())}")
+    options = ("--admin-listen", "127.0.0.1:0", "--metrics-listen", f"127.0.0.1:{(port := free_port())}")
+    served = Served(*options, "--services", "vllm-engine", "--kv-events")
     served.metrics_url = f"http://127.0.0.1:{port}/metrics"
     yield served
     served.close()
@@ -234,6 +236,53 @@ def test_operators_see_and_pause_both(server):
         stream.cancel()
     second.Cancel(pb.CancelRequest(request_ids=["r0", "r1"]))
     assert [reader.join() for reader in readers] == ["summary"] * 2
+
+
+def test_what_the_prefix_cache_holds_is_told_by_both(server):
+    """Whoever's request brought it there, and whoever is asked."""
+    stub, _ = server.stubs()
+    told = [follow_events(channel) for channel in server.channels()] + [follow_watch(server.admin())]
+    before = [next(each) for each in told]
+    assert before[0] == before[1] == before[2]
+    stub.Generate(pb.GenerateRequest(spec=pb.GenerationSpec(text="z" * 40, stop=pb.StopOptions(max_tokens=1))))
+    after = [next(held for held in each if len(held) == len(before[0]) + 2) for each in told]
+    assert after[0] == after[1] == after[2]
+    server.admin().ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
+    for each in told:
+        while next(each):
+            pass
+        each.close()
+
+
+def follow_events(channel):
+    """The blocks that a subscriber of VllmEngine takes to be there, after each batch with events."""
+    call = vllm_engine_pb2_grpc.VllmEngineStub(channel).SubscribeKvEvents(smg_common_pb2.SubscribeKvEventsRequest())
+    held = set()
+    try:
+        for batch in call:
+            for event in batch.events:
+                if event.HasField("cleared"):
+                    held.clear()
+                held.difference_update(event.removed.block_hashes)
+                held.update(block.block_hash % (1 << 64) for block in event.stored.blocks)
+            if batch.events:
+                yield set(held)
+    finally:
+        call.cancel()
+
+
+def follow_watch(admin):
+    """The same of a watcher on the operators' side."""
+    call, held = admin.WatchKvEvents(admin_pb2.WatchKvEventsRequest(snapshot=True)), set()
+    try:
+        for response in call:
+            if response.cleared:
+                held.clear()
+            held.difference_update(response.removed_block_hashes)
+            held.update(block.block_hash for block in response.stored_blocks)
+            yield set(held)
+    finally:
+        call.cancel()
 
 
 def test_streams_of_both_go_on_when_the_core_is_killed(server):

@@ -7,16 +7,19 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from protos.compat.vllm_engine_pb2 import GenerateRequest, SamplingParams, TokenizedInput
+from protos.compat.vllm_engine_pb2_grpc import VllmEngineStub
 from tests.e2e.gateways import MODEL, Gateway, Worker, chat, free_port, installed
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 ENDLESS = 30_000
 
 
-def smg(worker_address):
+def smg(*worker_addresses):
     port, metrics = free_port(), free_port()
-    command = [installed("smg"), "launch", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--worker-urls", f"grpc://{worker_address}", "--worker-startup-check-interval", "1"]
+    command = [installed("smg"), "launch", "--host", "127.0.0.1", "--port", str(port), "--policy", "cache_aware"]
+    command += ["--worker-urls", *(f"grpc://{address}" for address in worker_addresses)]
+    command += ["--worker-startup-check-interval", "1"]
     command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics)]
     return Gateway(command, port, "Successfully loaded tokenizer")
 
@@ -159,6 +162,26 @@ def test_unset_max_tokens_is_the_rest_of_the_context():
         _, whole = gateway.post("/v1/completions", prompt="x" * 40)
         assert whole["usage"]["completion_tokens"] == 64 - 40
         assert whole["choices"][0]["finish_reason"] == "length"
+
+
+def test_prompts_go_to_the_worker_that_says_it_holds_their_beginning():
+    """What came there by another way the gateway knows from the worker's events alone."""
+    installed("smg")
+    options = ("--services", "vllm-engine", "--kv-events")
+    with Worker(*options) as first, Worker(*options) as second, smg(first.address, second.address) as gateway:
+        in_a_row = 0
+        for number in range(100):
+            text = f"{number} upon a time, and it was long ago, there was a number. " * 6
+            prompt = TokenizedInput(input_ids=f"user: {text}\nassistant: ".encode())
+            with grpc.insecure_channel((first, second)[number % 2].address) as channel:
+                request = GenerateRequest(tokenized=prompt, sampling_params=SamplingParams(max_tokens=1))
+                list(VllmEngineStub(channel).Generate(request))
+            _, answer = gateway.post("/v1/chat/completions", messages=chat(text), max_tokens=1)
+            found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            in_a_row = in_a_row + 1 if found > 300 else 0  # it may have asked before it heard
+            if in_a_row == 8:
+                return
+        raise AssertionError("it does not know")
 
 
 def test_a_worker_that_is_killed_and_started_again_serves_again():

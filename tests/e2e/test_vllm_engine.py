@@ -9,7 +9,7 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
-from async_engine.compat import vllm_engine
+from async_engine.compat import vllm_engine, vllm_kv_events
 from protos.compat import smg_common_pb2 as common
 from protos.compat import vllm_engine_pb2 as pb
 from protos.compat import vllm_engine_pb2_grpc
@@ -211,7 +211,7 @@ def test_the_model_the_server_and_its_health():
 
 
 def test_the_load_is_told_when_asked_and_again_and_again(monkeypatch):
-    monkeypatch.setattr(vllm_engine, "LOAD_INTERVAL", 0.1)
+    monkeypatch.setattr(vllm_kv_events, "LOAD_INTERVAL", 0.1)
 
     async def test(llm, stub):
         call = stub.Generate(request(max_tokens=ENDLESS))
