@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kernels.quantised import QuantisedMatrix
+    from kernels.reference_step import StepTensors
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class CpuOps(ReferenceOps):
         self._rows = calls.kernel("rows")
         self._quantised_linear = calls.kernel("quantised_linear")
         self._quantised_rows = calls.kernel("quantised_rows")
+        self._step_tensors = calls.kernel("step_tensors")
+        self._store_tokens = calls.kernel("store_tokens")
 
     def write_kv(
         self,
@@ -268,6 +271,38 @@ class CpuOps(ReferenceOps):
             kernel(*pointers, x.shape[0], size, outputs, out.stride(0), *numbers, activation_bits)
 
         return product
+
+    def step_tensors(
+        self,
+        token_table: torch.Tensor,
+        block_table: torch.Tensor,
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        num_tokens: int,
+        block_size: int,
+        out: StepTensors,
+    ) -> None:
+        padded_rows, width = out.block_tables.shape
+        given = token_table, block_table, rows, starts, query_starts, *out
+        self._step_tensors(
+            *(tensor.data_ptr() for tensor in given),
+            token_table.stride(0),
+            block_table.stride(0),
+            out.block_tables.stride(0),
+            rows.shape[0],
+            padded_rows,
+            out.input_ids.shape[0],
+            width,
+            block_size,
+        )
+
+    def store_tokens(
+        self, token_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, drawn: torch.Tensor
+    ) -> None:
+        assert drawn.dtype == rows.dtype == positions.dtype == torch.int32
+        pointers = token_table.data_ptr(), rows.data_ptr(), positions.data_ptr(), drawn.data_ptr()
+        self._store_tokens(*pointers, drawn.shape[0], token_table.stride(0))
 
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()

@@ -58,6 +58,12 @@ _ARGUMENTS = {
     "quantised_rows": _fields(
         pointer="tiles indices out", long="count size", int="bits group has_minimums wide_scales"
     ),
+    "step_tensors": _fields(
+        pointer="token_table block_table rows starts query_starts input_ids positions slots out_query_starts seq_lens "
+        "block_tables",
+        long="token_stride block_stride out_stride num_rows padded_rows padded_tokens width block_size",
+    ),
+    "store_tokens": _fields(pointer="token_table rows positions drawn", long="count stride"),
 }
 """Of each kernel the fields of its arguments, as cpp/ declares them."""
 

@@ -7,8 +7,10 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "quantised.h"
+#include "step.h"
 #include "team.h"
 
+inline bool is_short(const void*) { return false; }
 inline int64_t no_scratch(const void*, int) { return 0; }
 
 template <class Args>
@@ -44,6 +46,8 @@ static const Kernel KERNELS[] = {
      [](const void* args) { return quantised_is_long(*(const QuantisedArgs*)args); },
      [](const void* args, int) { return quantised_scratch(*(const QuantisedArgs*)args); }},
     {"quantised_rows", PLAIN(QuantisedRowsArgs, quantised_rows), many_cells<QuantisedRowsArgs>, no_scratch},
+    {"step_tensors", PLAIN(StepArgs, step_tensors), is_short, no_scratch},
+    {"store_tokens", PLAIN(StoreTokensArgs, store_tokens), is_short, no_scratch},
 };
 
 extern "C" {

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.cpu import CpuOps
+from kernels.cpu_library import load_library, variants
 from kernels.reference import ReferenceOps
 from kernels.reference_step import StepTensors
 
+LIBRARIES = [library for variant in variants() if (library := load_library(variant))]
+OPS: list[ReferenceOps] = [ReferenceOps(), *(CpuOps(library, 2) for library in LIBRARIES)]
+NAMES = ["reference", *variants()]
 BLOCK_SIZE = 16
 NUM_ROWS, NUM_BLOCKS = 9, 12
 POISON = -77
@@ -22,10 +27,13 @@ def poisoned(num_tokens: int, num_rows: int, width: int) -> StepTensors:
     return StepTensors(*tokens, *columns, tables[:, :width])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("ops", OPS, ids=NAMES)
+@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("decodes", [False, True], ids=["mixed", "decode"])
 @pytest.mark.parametrize("pad", [(0, 0), (3, 3), (7, 2), (1, 4)], ids=str)
-def test_tensors_are_those_of_a_loop_and_the_rest_is_padding(seed: int, decodes: bool, pad: tuple[int, int]):
+def test_tensors_are_those_of_a_loop_and_the_rest_is_padding(
+    seed: int, decodes: bool, pad: tuple[int, int], ops: ReferenceOps
+):
     generator = np.random.default_rng(seed)
     token_table = torch.from_numpy(generator.integers(0, 500, (NUM_ROWS, 1 + NUM_BLOCKS * BLOCK_SIZE), dtype=np.int32))
     block_table = torch.from_numpy(generator.integers(0, 99, (NUM_ROWS, NUM_BLOCKS), dtype=np.int32))
@@ -37,7 +45,7 @@ def test_tensors_are_those_of_a_loop_and_the_rest_is_padding(seed: int, decodes:
     num_tokens, width = int(query_starts[-1]), -(-int((starts + counts).max()) // BLOCK_SIZE)
     out = poisoned(num_tokens + pad[0], num_rows + pad[1], width)
     given = [torch.from_numpy(column) for column in (rows, starts, query_starts)]
-    ReferenceOps().step_tensors(token_table, block_table, *given, num_tokens, BLOCK_SIZE, out)
+    ops.step_tensors(token_table, block_table, *given, num_tokens, BLOCK_SIZE, out)
 
     ids, positions, slots = [], [], []
     for row, start, count in zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True):
@@ -54,10 +62,11 @@ def test_tensors_are_those_of_a_loop_and_the_rest_is_padding(seed: int, decodes:
     assert torch.equal(out.block_tables[:num_rows], block_table[rows, :width])
 
 
-def test_tokens_are_stored_where_the_next_step_finds_them():
+@pytest.mark.parametrize("ops", OPS, ids=NAMES)
+def test_tokens_are_stored_where_the_next_step_finds_them(ops: ReferenceOps):
     table = torch.full((4, 10), POISON, dtype=torch.int32)
     columns = [torch.tensor(column, dtype=torch.int32) for column in ([3, 0], [9, 2], [55, -1])]
-    ReferenceOps().store_tokens(table, *columns)
+    ops.store_tokens(table, *columns)
     assert table[3, 9] == 55
     assert table[0, 2] == 0
     assert (table == POISON).sum() == 38
