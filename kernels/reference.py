@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kernels.reference_sampling import ReferenceSamplingOps
 from kernels.reference_step import ReferenceStepOps
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ FP8 = torch.float8_e4m3fn
 """The type of a KV cache of 8 bits: its largest number is 448, and it has no infinity."""
 
 
-class ReferenceOps(ReferenceStepOps):
+class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
     """Runs on any device; written to be read, not to be fast."""
 
     keeps_integers = False

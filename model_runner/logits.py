@@ -12,9 +12,10 @@ In this order; a token at -inf stays there, so what comes first wins:
    all, are subtracted.
 6. bad_words: the last token of a sequence becomes -inf where the row ends with the tokens before it.
 
-Penalties and bad words look at the row's tokens as they are now, and keep nothing between steps: after
-a preemption or a resumed stream they are right because the tokens are. Each edit is a few operations on
-flat (place, token) pairs of the rows that use it, whatever their number, and touches no other row.
+Penalties and bad words look at the row's tokens as they are now, in the device's table, and keep nothing
+between steps: after a preemption or a resumed stream they are right because the tokens are. Each edit is a
+few operations on flat (place, token) pairs of the rows that use it, whatever their number, and touches no
+other row. None waits for the device.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from model_runner.columns import to_columns
 from model_runner.features import ALLOWED, BAD_WORDS, BIAS, MIN_TOKENS, PENALTIES, spread
 
 if TYPE_CHECKING:
@@ -47,24 +49,16 @@ def edit_logits(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) -> Non
     if used & MIN_TOKENS:
         mask_early_ends(logits, draws, policy)
     if used & PENALTIES:
-        repetition_penalty(logits, draws, policy)
-        output_penalties(logits, draws, policy)
+        penalise(logits, draws, policy)
     if used & BAD_WORDS:
         ban_words(logits, draws, policy)
 
 
 def apply_grammar(logits: torch.Tensor, mask: GrammarMask, policy: DevicePolicy) -> None:
-    vocab_size = logits.shape[1]
-    # Eight bits at a time: of each byte, the highest that its eight tokens' logits may be. A lookup and a minimum
-    # take the same time for any mask; filling by it takes ten times as long where its bits are irregular.
-    bits = (torch.arange(256, device=logits.device)[:, None] >> torch.arange(8, device=logits.device)) & 1
-    limit_of_byte = torch.where(bits == 1, torch.inf, -torch.inf)
-    step = max(1, policy.chunk_cells // vocab_size)
+    step = max(1, policy.chunk_cells // logits.shape[1])
     for first in range(0, len(mask.index), step):
-        index = policy.tensor(mask.index[first : first + step].astype(np.int64))
-        octets = policy.tensor(np.ascontiguousarray(mask.bits[first : first + step]).view(np.uint8)).int()
-        limits = limit_of_byte.index_select(0, octets.view(-1)).view(len(index), -1)[:, :vocab_size]
-        logits.index_copy_(0, index, torch.minimum(logits.index_select(0, index), limits))
+        places = policy.tensor(mask.index[first : first + step].astype(np.int64))
+        policy.ops.apply_grammar(logits, places, policy.tensor(mask.bits[first : first + step]))
 
 
 def add_biases(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) -> None:
@@ -100,41 +94,37 @@ def mask_early_ends(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) ->
     if draws.mask is None:
         return
     masked = np.intersect1d(draws.mask.index, short)
-    left = (logits.index_select(0, policy.tensor(masked.astype(np.int64))).amax(-1) > -torch.inf).cpu().numpy()
-    restored = policy.tensor(np.isin(owners, masked[~left]))
-    flat[pairs[restored]] = ends[restored]
+    left = torch.ones(len(draws), dtype=torch.bool, device=logits.device)
+    constrained = policy.tensor(masked.astype(np.int64))
+    left[constrained] = logits.index_select(0, constrained).amax(-1) > -torch.inf
+    flat[pairs] = torch.where(left[policy.tensor(owners)], -torch.inf, ends)
 
 
-def repetition_penalty(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) -> None:
-    places = draws.places(PENALTIES)
-    places = places[draws.batch.repetition_penalty[draws.rows[places]] != 1]
-    if not len(places):
-        return
-    owners, token_ids = _history(draws, places, np.zeros(len(places), np.int64))
-    penalties = policy.tensor(draws.batch.repetition_penalty[draws.rows[owners]])
-    pairs, flat = _pairs(logits, owners, token_ids, policy), logits.view(-1)
-    before = flat[pairs]
-    # A token that occurs n times writes the same number n times.
-    flat[pairs] = torch.where(before > 0, before / penalties, before * penalties)
-
-
-def output_penalties(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) -> None:
-    batch, rows = draws.batch, draws.rows
-    places = draws.places(PENALTIES)
-    places = places[(batch.frequency_penalty[rows[places]] != 0) | (batch.presence_penalty[rows[places]] != 0)]
-    owners, token_ids = _history(draws, places, batch.num_prompt_tokens[rows[places]])
-    if not len(owners):
-        return
-    frequency = policy.tensor(batch.frequency_penalty[rows[owners]])
-    presence = policy.tensor(batch.presence_penalty[rows[owners]])
-    pairs, flat = _pairs(logits, owners, token_ids, policy), logits.view(-1)
-    # The logits themselves are where occurrences are counted, so nothing of the vocabulary's size is allocated.
-    # Measured, for 1 to 256 rows of 100 to 4,000 tokens: torch.unique takes 0.8 to 1.3 times as long, and dense
-    # counts 3 to 65 times.
-    before = flat[pairs]
-    flat[pairs] = 0.0
-    flat.index_add_(0, pairs, torch.ones((), device=logits.device).expand(len(pairs)))
-    flat[pairs] = before - frequency * flat[pairs] - presence
+def penalise(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) -> None:
+    places, batch = draws.places(PENALTIES), draws.batch
+    rows, positions = draws.rows[places], draws.positions[places]
+    chosen, table_rows, num_prompt_tokens, num_tokens, repetition, frequency, presence = to_columns(
+        policy,
+        places,
+        rows,
+        batch.num_prompt_tokens[rows],
+        positions,
+        batch.repetition_penalty[rows],
+        batch.frequency_penalty[rows],
+        batch.presence_penalty[rows],
+    )
+    policy.ops.penalise(
+        logits,
+        chosen,
+        batch.token_table,
+        table_rows,
+        num_prompt_tokens,
+        num_tokens,
+        int(positions.max()),
+        repetition,
+        frequency,
+        presence,
+    )
 
 
 def ban_words(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) -> None:
@@ -147,19 +137,17 @@ def ban_words(logits: torch.Tensor, draws: Draws, policy: DevicePolicy) -> None:
     expected = np.concatenate([one.before_ids for one in lists])
     place = owners[word]
     position = draws.positions[place] - np.concatenate([one.before_distance for one in lists])
-    found = draws.batch.token_ids[draws.rows[place], np.maximum(position, 0)]
-    differs = (position < 0) | (found != expected)
-    banned = np.bincount(word[differs], minlength=len(last_ids)) == 0
-    logits.view(-1)[_pairs(logits, owners[banned], last_ids[banned], policy)] = -torch.inf
-
-
-def _history(draws: Draws, places: npt.NDArray[np.intp], starts: npt.NDArray[np.integer]) -> tuple[Int64s, Int64s]:
-    """(place, token) of every token from `starts` on, of the rows at the places."""
-    if not len(places):
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    known = zip(draws.rows[places].tolist(), starts.tolist(), draws.positions[places].tolist(), strict=True)
-    tokens = [draws.batch.token_ids[row, start:end] for row, start, end in known]
-    return spread(places, tokens), np.concatenate(tokens).astype(np.int64)
+    # What a row is too short for is looked up where no token is equal.
+    expected = np.where(position < 0, -1, expected)
+    at_row, at_position, expected_ids, of_word = to_columns(
+        policy, draws.rows[place], np.maximum(position, 0), expected, word
+    )
+    differs = draws.batch.token_table[at_row, at_position] != expected_ids
+    num_different = torch.zeros(len(last_ids), device=logits.device).index_add_(0, of_word, differs.float())
+    # Two words may have the same last token. (Only an infinite logit less infinity is no number.)
+    logits.view(-1).index_add_(
+        0, _pairs(logits, owners, last_ids, policy), torch.where(num_different == 0, -torch.inf, 0.0)
+    )
 
 
 def _pairs(logits: torch.Tensor, places: Int64s, token_ids: Int64s, policy: DevicePolicy) -> torch.Tensor:

@@ -12,7 +12,7 @@ from model_runner.graphs import Graphs
 from model_runner.input_batch import InputBatch
 from model_runner.kv_cache import allocate_cache, fit_cache
 from model_runner.largest_step import largest_step
-from model_runner.logprobs import chunk_scratch, join, split, token_logprobs
+from model_runner.logprobs import PendingLogprobs, chunk_scratch, split, token_logprobs
 from model_runner.memory import MemoryPlan
 from model_runner.models import make_model
 from model_runner.sampler import Sampler
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 
     from model_runner.device import DevicePolicy
     from model_runner.forward_batch import KVCaches
+    from model_runner.logprobs import LogprobRows
     from model_runner.memory import MemoryMeter
     from model_runner.prompt_spans import PromptSpans
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
-    from protos.step import GrammarMask, Logprobs, SchedulerOutput
+    from protos.step import GrammarMask, SchedulerOutput
 
 PROMPT_CHUNK = 64
 """Prompt tokens whose logits exist at a time: enough that the head's weights are read seldom."""
@@ -158,16 +159,17 @@ class ModelRunner:
         if not len(rows):
             return ModelRunnerOutput(step.step_id, rows, prompt_logprobs=of_prompts)
         logits = self._logits if self._logits is not None else self.model.logits(self._hidden[: len(rows)])
-        token_ids, logprobs = self._sampler(logits, Draws(self._batch, rows, positions, mask))
-        self._batch.record(rows, positions, self._policy.tensor(token_ids))
+        drawn = self._sampler(logits, Draws(self._batch, rows, positions, mask))
+        self._batch.record(rows, positions, drawn.token_ids)
+        token_ids, logprobs = drawn.result()
         return ModelRunnerOutput(step.step_id, token_ids, logprobs, of_prompts)
 
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: PromptSpans) -> list[PromptLogprobs]:
         """Of the spans' tokens, by the hidden states [P, hidden size] that predict them."""
-        batch = self._batch
+        batch, tensor = self._batch, self._policy.tensor
         rows, positions = spans.flat()
-        token_ids, num_top = batch.token_ids[rows, positions], batch.num_prompt_logprobs[rows]
-        parts: list[Logprobs] = []
+        token_ids, num_top = tensor(batch.token_ids[rows, positions]), batch.num_prompt_logprobs[rows]
+        parts: list[LogprobRows] = []
         done = 0
         for first in range(0, len(rows), PROMPT_CHUNK):
             logits = self.model.logits(hidden[first : first + PROMPT_CHUNK])
@@ -178,5 +180,10 @@ class ModelRunner:
                 given = positions[few], token_ids[few], num_top[few], extra_ids
                 parts.append(token_logprobs(part, *given, self._policy, scratch))
                 done += len(part)
-        told = zip(spans.rows.tolist(), spans.starts.tolist(), split(join(parts), spans.counts), strict=True)
+        told = zip(
+            spans.rows.tolist(),
+            spans.starts.tolist(),
+            split(PendingLogprobs(parts, self._policy).result(), spans.counts),
+            strict=True,
+        )
         return [PromptLogprobs(row, start, logprobs) for row, start, logprobs in told]

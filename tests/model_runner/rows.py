@@ -12,7 +12,7 @@ from kernels.reference import ReferenceOps
 from model_runner.device import DevicePolicy
 from model_runner.draws import Draws
 from model_runner.input_batch import InputBatch
-from model_runner.sampler import Sampler
+from model_runner.sampler import Drawn, Sampler
 from protos.step import GrammarMask, NewRow, SchedulerOutput
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ class Rows:
         samplings: Sequence[Sampling],
         chunk_cells: int = 1 << 14,
         histories: Sequence[History] | None = None,
+        on: DevicePolicy | None = None,
     ) -> None:
         size = len(samplings)
         histories = histories or [PROMPT] * size
-        self.policy = policy(chunk_cells)
+        self.policy = on or policy(chunk_cells)
         self.batch = InputBatch(size, 4096, 16, EOS, self.policy)
         self.rows = np.arange(size, dtype=np.int32)
         self.lengths = np.array([len(token_ids) for token_ids, _ in histories], np.int32)
@@ -65,8 +66,16 @@ class Rows:
         positions: Sequence[int] | int | None = None,
         mask: GrammarMask | None = None,
     ) -> tuple[list[int], Logprobs | None]:
-        token_ids, logprobs = self._sampler(logits.clone(), self.draws(positions, mask))
+        token_ids, logprobs = self.start(logits, positions, mask).result()
         return token_ids.tolist(), logprobs
+
+    def start(
+        self,
+        logits: torch.Tensor,
+        positions: Sequence[int] | int | None = None,
+        mask: GrammarMask | None = None,
+    ) -> Drawn:
+        return self._sampler(logits.clone(), self.draws(positions, mask))
 
     def draw(
         self,

@@ -121,7 +121,7 @@ def test_55_counts_are_right_while_tokens_are_drawn_and_after_a_resume():
     for _ in range(40):
         drawn = rows.draw(logits, len(known))
         assert Rows([sampling], histories=[(known, 3)]).draw(logits) == drawn
-        rows.batch.record(rows.rows, np.array([len(known)]), np.array(drawn, np.int32))
+        rows.batch.record(rows.rows, np.array([len(known)]), torch.tensor(drawn, dtype=torch.int32))
         known += drawn
     assert len(set(known)) > 10
 
@@ -201,7 +201,7 @@ def test_57_logits_that_are_no_numbers_end_their_row_only():
 
 def test_a_row_that_drew_nothing_still_has_a_token_for_the_step_in_flight():
     rows = Rows([Sampling()])
-    rows.batch.record(rows.rows, np.array([5]), np.array([-1], np.int32))
+    rows.batch.record(rows.rows, np.array([5]), torch.tensor([-1], dtype=torch.int32))
     assert rows.batch.token_ids[0, 5] == 0
 
 

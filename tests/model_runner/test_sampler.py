@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
 
-from model_runner.gumbel import gumbel_noise, hash_bits, row_keys, uniforms
-from model_runner.thresholds import Filters, thresholds
+from kernels.gumbel import gumbel_noise, hash_bits, uniforms
+from kernels.thresholds import Filters, thresholds
+from model_runner.row_keys import row_keys
 from protos.messages import Sampling
 from tests.model_runner.rows import VOCAB, Rows, edited_twin, kept_in_float64, logits_of, mask_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 # 54: masks ------------------------------------------------------------------------------------
 
@@ -25,10 +30,14 @@ FILTERS = [
 ]
 
 
+def filters_of(top_k: Sequence[int], top_p: Sequence[float], min_p: Sequence[float]) -> Filters:
+    wide = torch.tensor([top_p, min_p], dtype=torch.float64)
+    return Filters(torch.tensor(top_k), wide[0], wide[1].log())
+
+
 def check_masks(logits: torch.Tensor, num_candidates: int) -> None:
     """All rows together, where the widest filter decides how they are computed, and each alone."""
-    top_k, top_p, min_p = (np.array(column) for column in zip(*FILTERS, strict=True))
-    filters = Filters(top_k.astype(np.int32), top_p, min_p)
+    filters = filters_of(*zip(*FILTERS, strict=True))
     together = thresholds(logits, filters, num_candidates)
     for row, parameters in enumerate(FILTERS):
         expected = kept_in_float64(logits[row].numpy(), *parameters)
@@ -61,7 +70,7 @@ def test_54_top_p_that_the_larger_tokens_reach_exactly():
     share = 1 / (1 + math.exp(-1.5))
     assert share * (1 + math.exp(-1.5)) == 1.0
     for top_p, kept in ((share, 1), (math.nextafter(share, 1), 2)):
-        filters = Filters(np.zeros(1, np.int32), np.array([top_p]), np.zeros(1))
+        filters = filters_of([0], [top_p], [0.0])
         assert int((logits >= thresholds(logits, filters)).sum()) == kept
 
 
@@ -69,9 +78,9 @@ def test_54_a_filter_that_no_row_uses_is_not_computed(monkeypatch: pytest.Monkey
     def fail(*arguments: object, **options: object) -> None:
         raise AssertionError("computed")
 
-    monkeypatch.setattr("model_runner.sampler.thresholds", fail)
+    monkeypatch.setattr("kernels.reference_sampling.thresholds", fail)
     Rows([Sampling(temperature=1.0, seed=1)] * 3).draw(logits_of(3))
-    monkeypatch.setattr("model_runner.sampler.gumbel_noise", fail)
+    monkeypatch.setattr("kernels.reference_sampling.gumbel_noise", fail)
     Rows([Sampling()] * 3).draw(logits_of(3))
 
 
@@ -126,7 +135,7 @@ FROZEN_BITS = [
 def test_53_noise_is_the_same_in_every_process():
     """Frozen numbers: a change here changes what every stored seed replays."""
     keys = row_keys(np.array([0, 1, (1 << 64) - 1], np.uint64), np.array([0, 5, 1 << 20]))
-    assert keys.tolist() == FROZEN_KEYS
+    assert keys.view(np.int32).reshape(-1, 2).tolist() == FROZEN_KEYS
     bits = hash_bits(torch.from_numpy(keys), 4)
     assert bits.tolist() == FROZEN_BITS
 
@@ -139,7 +148,7 @@ def test_53_hash_equals_unsigned_arithmetic():
         bits = (bits ^ (bits >> np.uint32(13))) * np.uint32(0xC2B2AE35)
         return bits ^ (bits >> np.uint32(16))
 
-    unsigned = keys.view(np.uint32)
+    unsigned = keys.view(np.uint32).reshape(-1, 2)
     expected = mix(mix(np.arange(VOCAB, dtype=np.uint32) ^ unsigned[:, :1]) + unsigned[:, 1:])
     bits = hash_bits(torch.from_numpy(keys), VOCAB)
     assert np.array_equal(bits.numpy().view(np.uint32), expected)

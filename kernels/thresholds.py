@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 NUM_CANDIDATES = 1024
@@ -18,46 +16,43 @@ NUM_CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Parameters of each row, as numpy columns. top_k 0, top_p 1 and min_p 0 keep everything."""
+    """Parameters of rows, as columns on their device. top_k 0, top_p 1 and log_min_p -inf keep everything."""
 
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float64]
-    min_p: npt.NDArray[np.float64]
+    top_k: torch.Tensor
+    """int64."""
+    top_p: torch.Tensor
+    """float64."""
+    log_min_p: torch.Tensor
+    """float64: the natural logarithm of min_p."""
 
-    def __getitem__(self, rows: slice | npt.NDArray[np.integer]) -> Filters:
-        return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows])
-
-    def any(self) -> bool:
-        return bool((self.top_k > 0).any() or (self.top_p < 1).any() or (self.min_p > 0).any())
+    def __getitem__(self, rows: slice | torch.Tensor) -> Filters:
+        return Filters(self.top_k[rows], self.top_p[rows], self.log_min_p[rows])
 
 
 def thresholds(logits: torch.Tensor, filters: Filters, num_candidates: int = NUM_CANDIDATES) -> torch.Tensor:
     """[rows] float32: of each row of logits [rows, vocabulary], already divided by the temperature, what is kept is
-    logit >= threshold."""
+    logit >= threshold. Waits for the device."""
     vocab_size = logits.shape[1]
     limit = torch.full((len(logits),), -torch.inf, device=logits.device)
-    if (filters.min_p > 0).any():
-        with np.errstate(divide="ignore"):
-            distance = torch.from_numpy(np.log(filters.min_p)).to(logits.device)
-        limit = _round_up(logits.amax(-1).double() + distance)
-    top_k = np.where(filters.top_k > 0, filters.top_k, vocab_size)
-    has_top_k, has_top_p = (top_k < vocab_size).any(), (filters.top_p < 1).any()
-    if not has_top_k and not has_top_p:
+    if (filters.log_min_p > -torch.inf).any():
+        limit = _round_up(logits.amax(-1).double() + filters.log_min_p)
+    top_k = torch.where(filters.top_k > 0, filters.top_k, vocab_size)
+    largest_k = int(torch.where(top_k < vocab_size, top_k, 0).max())
+    has_top_p = bool((filters.top_p < 1).any())
+    if not largest_k and not has_top_p:
         return limit
-    largest_k = int(top_k[top_k < vocab_size].max()) if has_top_k else 0
     if largest_k > num_candidates or num_candidates >= vocab_size:
         candidates = logits.sort(-1, descending=True).values
     else:
         candidates = logits.topk(num_candidates, -1).values
-    if has_top_k:
-        counts = torch.from_numpy(top_k).to(logits.device)
-        last = candidates.gather(1, (counts - 1).clamp(max=candidates.shape[1] - 1)[:, None])[:, 0]
-        limit = torch.where(counts < vocab_size, torch.maximum(limit, last), limit)
+    if largest_k:
+        last = candidates.gather(1, (top_k - 1).clamp(max=candidates.shape[1] - 1)[:, None])[:, 0]
+        limit = torch.where(top_k < vocab_size, torch.maximum(limit, last), limit)
     if has_top_p:
-        limit, settled = _top_p(logits, candidates, limit, torch.from_numpy(filters.top_p).to(logits.device))
+        limit, settled = _top_p(logits, candidates, limit, filters.top_p)
         if candidates.shape[1] < vocab_size and not settled.all():
             open_rows = (~settled).nonzero()[:, 0]
-            limit[open_rows] = thresholds(logits[open_rows], filters[open_rows.cpu().numpy()], vocab_size)
+            limit[open_rows] = thresholds(logits[open_rows], filters[open_rows], vocab_size)
     return limit
 
 
