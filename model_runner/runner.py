@@ -12,13 +12,14 @@ from model_runner.graphs import Graphs
 from model_runner.input_batch import InputBatch
 from model_runner.kv_cache import allocate_cache, fit_cache
 from model_runner.largest_step import largest_step
-from model_runner.logprobs import PendingLogprobs, chunk_scratch, split, token_logprobs
+from model_runner.logprobs import PendingLogprobs, chunk_scratch, token_logprobs
 from model_runner.memory import MemoryPlan
 from model_runner.models import make_model
+from model_runner.pending_step import PendingStep
 from model_runner.sampler import Sampler
 from model_runner.stage import StageLink
 from model_runner.weights import load_weights, whole_table
-from protos.step import EMPTY, ModelRunnerOutput, PromptLogprobs, WorkerInfo
+from protos.step import WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,24 +148,24 @@ class ModelRunner:
             self._link.send(behind, step)
 
     @torch.inference_mode()
-    def sample(self, mask: GrammarMask | None = None) -> ModelRunnerOutput:
+    def sample(self, mask: GrammarMask | None = None) -> PendingStep:
         """Draws a token for each row of the step last executed that is due one, among those the mask allows; in a stage
-        before the last, nothing."""
+        before the last, nothing. The next step may be executed before what is drawn is here."""
         step = self._step
         assert step is not None, "sample without execute"
         if not self._place.is_last_stage:
-            return ModelRunnerOutput(step.step_id, EMPTY)
+            return PendingStep(step.step_id, None, None)
         rows, positions = step.rows[step.samples], (step.starts + step.counts)[step.samples]
-        of_prompts = [] if self._spans is None else self._prompt_logprobs(self._hidden[len(rows) :], self._spans)
-        if not len(rows):
-            return ModelRunnerOutput(step.step_id, rows, prompt_logprobs=of_prompts)
-        logits = self._logits if self._logits is not None else self.model.logits(self._hidden[: len(rows)])
-        drawn = self._sampler(logits, Draws(self._batch, rows, positions, mask))
-        self._batch.record(rows, positions, drawn.token_ids)
-        token_ids, logprobs = drawn.result()
-        return ModelRunnerOutput(step.step_id, token_ids, logprobs, of_prompts)
+        of_prompts, drawn = None, None
+        if self._spans is not None:
+            of_prompts = self._spans, self._prompt_logprobs(self._hidden[len(rows) :], self._spans)
+        if len(rows):
+            logits = self._logits if self._logits is not None else self.model.logits(self._hidden[: len(rows)])
+            drawn = self._sampler(logits, Draws(self._batch, rows, positions, mask))
+            self._batch.record(rows, positions, drawn.token_ids)
+        return PendingStep(step.step_id, drawn, of_prompts)
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, spans: PromptSpans) -> list[PromptLogprobs]:
+    def _prompt_logprobs(self, hidden: torch.Tensor, spans: PromptSpans) -> PendingLogprobs:
         """Of the spans' tokens, by the hidden states [P, hidden size] that predict them."""
         batch, tensor = self._batch, self._policy.tensor
         rows, positions = spans.flat()
@@ -180,10 +181,4 @@ class ModelRunner:
                 given = positions[few], token_ids[few], num_top[few], extra_ids
                 parts.append(token_logprobs(part, *given, self._policy, scratch))
                 done += len(part)
-        told = zip(
-            spans.rows.tolist(),
-            spans.starts.tolist(),
-            split(PendingLogprobs(parts, self._policy).result(), spans.counts),
-            strict=True,
-        )
-        return [PromptLogprobs(row, start, logprobs) for row, start, logprobs in told]
+        return PendingLogprobs(parts, self._policy)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from core_proc.request import State
@@ -89,7 +90,7 @@ def add(engine: Engine, number: int) -> int:
     shared = list(range(40, 72)) if number % 3 == 0 else []
     prompt = [*shared, *(10 + (number * 7 + place) % 90 for place in range(1 + 9 * (number % 4)))]
     matcher = ScriptedMatcher(number, 15) if number % 5 == 4 else None
-    sampling = {"temperature": 1.0, "seed": number} if number % 2 else {}
+    sampling = {"temperature": 1.0, "seed": number} if number % 2 else {"frequency_penalty": 0.5}
     return engine.add(prompt, MAX_TOKENS - number, matcher, **sampling)
 
 
@@ -102,6 +103,23 @@ def expected(directory: Path) -> list[list[int]]:
         engine.run()
     assert len({tuple(tokens) for tokens in engine.tokens.values()}) == NUM_REQUESTS
     return list(engine.tokens.values())
+
+
+def test_what_is_reported_waits_with_the_tokens_and_is_the_same(make: MakeEngine):
+    told = []
+    for depth, like_gpu in ((1, False), (2, True), (3, True)):
+        engine = make(depth, like_gpu)
+        for number in range(6):
+            engine.add(
+                range(10 + number, 30 + 3 * number), 12, logprobs=number, prompt_logprobs=number, temperature=0.5
+            )
+        engine.run()
+        told.append(engine.tokens)
+        logprobs = np.concatenate([np.frombuffer(part, "<f4") for part in sorted(engine.logprobs)])
+        assert len(logprobs) == sum(19 + 2 * number + 12 for number in range(6))
+        told.append(np.sort(logprobs).round(3).tolist())
+    assert told[0] == told[2] == told[4]
+    assert told[1] == told[3] == told[5]
 
 
 def running(engine: Engine) -> list[Request]:
