@@ -16,13 +16,13 @@ try:
         EngineConfig,
         ExecutorOptions,
         ModelOptions,
-        ParallelOptions,
         SchedulerOptions,
         ServeConfig,
         ServerOptions,
         build,
     )
     from protos.errors import InvalidRequestError, TailraceError
+    from protos.parallel_config import ParallelOptions
     from protos.params import SamplingParams
     from protos.scale_config import CoreServerOptions, ScaleOptions
 except KeyboardInterrupt:
