@@ -59,11 +59,12 @@ class CudaGraphs:
         return padded_sizes(max_rows)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Recorded:
+        outside = torch.cuda.current_stream(self._stream.device)
         # Once without recording: kernels are compiled, and libraries allocate for the stream what they keep.
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
             warm = run()
-        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        outside.wait_stream(self._stream)
         if len(warm) > len(self._result):
             self._result = torch.empty_like(warm)
         result = self._result[: len(warm)]
@@ -76,6 +77,7 @@ class CudaGraphs:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            torch.cuda.set_stream(outside)  # torch may not get to it when the end of a recording fails
             raise NotCapturableError(str(error).partition("\n")[0]) from None
         graph.replay()
         return result, graph.replay
