@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kernels.triton_activation import TritonActivation
 from kernels.triton_attention import TritonAttention
 from kernels.triton_cache import TritonCache
+from kernels.triton_norm import TritonNorm
 
 if TYPE_CHECKING:
     from kernels.gpu import Gpu
@@ -17,7 +19,7 @@ ALIGNMENT = 8
 """Numbers of 16 bits that rows of a grouped product must be a multiple of."""
 
 
-class CudaOps(TritonAttention, TritonCache):
+class CudaOps(TritonAttention, TritonCache, TritonNorm, TritonActivation):
     """Each base is the Triton kernels of one noun; what torch has a good kernel for stands here.
 
     No method waits for the device: tests call them with tensors that have no values.
