@@ -13,6 +13,7 @@ from kernels.reference import ReferenceOps
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels.cpu_program import Programs
     from kernels.quantised import QuantisedMatrix
     from kernels.reference_step import StepTensors
 
@@ -248,6 +249,11 @@ class CpuOps(ReferenceOps):
         pointers = table.data_ptr(), indices.data_ptr(), out.data_ptr()
         self._rows(*pointers, count, size * cell, table.stride(0) * cell)
         return out
+
+    def programs(self) -> Programs:
+        from kernels.cpu_program import Programs
+
+        return Programs(self.calls)
 
     def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:
         assert indices.dtype == torch.int64

@@ -16,6 +16,7 @@ from kernels.reference_step import ReferenceStepOps
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels.cpu_program import Programs
     from kernels.quantised import QuantisedMatrix
 
 FP8 = torch.float8_e4m3fn
@@ -205,6 +206,10 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
                 first += len(part)
 
         return product
+
+    def programs(self) -> Programs:
+        """What records calls of these operations, where they keep integers."""
+        raise NotImplementedError
 
     def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:
         """The weights of some outputs: indices [n], int64, to [n, inputs] float32."""

@@ -105,6 +105,7 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
     device = torch.device("cpu") if on_cpu else _gpu(place)
     ops = make_ops(device, config.cache.block_size, num_threads)
     has_integers = path.suffix == ".gguf" and config.model.load_format == "auto"
+    keeps_integers = is_ours_to_choose and has_integers and ops.keeps_integers
     return DevicePolicy(
         device=device,
         dtype=_DTYPES[name],
@@ -113,18 +114,23 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         cache_limit=CPU_CACHE_LIMIT // place.local_size if on_cpu else None,
         chunk_cells=1 << 18 if on_cpu else 1 << 26,
         workers=make_workers(place, device),
-        keeps_integers=is_ours_to_choose and has_integers and ops.keeps_integers,
+        keeps_integers=keeps_integers,
         shares_memory=on_cpu,
-        graphs=_graphs(config, place, device),
+        graphs=_graphs(config, place, device, ops if keeps_integers else None),
         memory=None if on_cpu else CudaMemory(device),
         to_host=copy_here if on_cpu else CudaCopier(device),
     )
 
 
-def _graphs(config: EngineConfig, place: Place, device: torch.device) -> Callable[[], GraphBackend] | None:
-    """What a stage waits for and hands on is not part of a recording."""
-    if config.executor.graphs == "off" or place.pipeline_size > 1 or device.type == "cpu":
+def _graphs(
+    config: EngineConfig, place: Place, device: torch.device, integer_ops: Ops | None = None
+) -> Callable[[], GraphBackend] | None:
+    """What a stage waits for and hands on is not part of a recording; nor, on a CPU, are torch's own products of
+    floats, and what workers add up. `integer_ops` compute with integers."""
+    if config.executor.graphs == "off" or place.pipeline_size > 1:
         return None
+    if device.type == "cpu":
+        return integer_ops.programs if integer_ops is not None and place.tensor_size == 1 else None
     return lambda: CudaGraphs(device)
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kernels.capture import NotCapturableError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -13,10 +15,6 @@ if TYPE_CHECKING:
 
 LARGEST_SIZE = 512
 """Rows; steps of more take the device longer than they take to launch."""
-
-
-class NotCapturableError(Exception):
-    """Something in a step cannot be recorded: one line, why."""
 
 
 class GraphBackend(Protocol):

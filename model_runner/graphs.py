@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
-from model_runner.graph_backend import NotCapturableError
+from kernels.capture import NotCapturableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

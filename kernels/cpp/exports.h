@@ -50,6 +50,8 @@ static const Kernel KERNELS[] = {
     {"store_tokens", PLAIN(StoreTokensArgs, store_tokens), is_short, no_scratch},
 };
 
+// All else stays in its variant: statics of the same name are not shared between them.
+#pragma GCC visibility push(default)
 extern "C" {
 
 // A vector of keys lies in one block, so block_size must be a multiple of this.
@@ -63,3 +65,4 @@ const Kernel* tailrace_kernel(const char* name) {
 
 void tailrace_run(const Call* calls, int64_t count, int threads) { run_calls(calls, count, threads); }
 }
+#pragma GCC visibility pop

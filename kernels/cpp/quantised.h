@@ -24,6 +24,10 @@ constexpr int ZERO = 128;
 constexpr int64_t CHUNK_BYTES = 1 << 18;
 // Below so many products, waking threads that sleep costs more than it saves.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 23;
+// How far ahead of the products weights are fetched, bytes.
+constexpr int64_t AHEAD = 8192;
+// As many are taken by a thread at a time, about.
+constexpr int64_t GRAIN_PRODUCTS = 1 << 23;
 
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_PLANES = true;
@@ -183,6 +187,8 @@ void tile_rows(const uint8_t* tile, int first, const int8_t* x, int64_t x_stride
   typename S::F total[ROWS] = {};
   for (int64_t g = 0; g < groups; g++, tile += Layout::group_bytes) {
     typename Q::V weights[QUADS];
+#pragma GCC unroll 16
+    for (int i = 0; i < Layout::group_bytes; i += 64) __builtin_prefetch(tile + AHEAD + i);
     unpack<W, Layout>(tile, first, weights);
     const Scale* scales = (const Scale*)(tile + Layout::integer_bytes) + first;
     const auto scale = S::load(scales);
@@ -195,21 +201,26 @@ void tile_rows(const uint8_t* tile, int first, const int8_t* x, int64_t x_stride
     };
     const int8_t* const group = x + g * Group::bytes;
     if constexpr (HAS_PLANES && W == 16) {
-      // There are registers enough for the group's weights, and the rows' sums come one after the other.
+      // The group's weights stay in registers, and a few rows' sums at a time run beside each other.
+      constexpr int SUMS = std::min(ROWS, Group::bits == 16 ? 2 : 4);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; r++) {
-        const int8_t* const at = group + r * x_stride;
-        typename S::I sum = {};
-        if constexpr (Group::bits == 16) {
+      for (int first_row = 0; first_row < ROWS; first_row += SUMS) {
+        const int8_t* const at = group + first_row * x_stride;
+        typename S::I sums[SUMS] = {}, high[SUMS] = {};
+#pragma GCC unroll 4
+        for (int r = 0; r < SUMS; r++)
+          if constexpr (Layout::has_zero) sums[r] += numbers[(first_row + r) * groups + g].offset;
 #pragma GCC unroll 8
-          for (int i = 0; i < QUADS; i++) sum = Q::template add_bytes<Layout::bits>(sum, weights[i], at + 4 * i);
-          sum <<= 8;
-        }
-        if constexpr (Layout::has_zero) sum += numbers[r * groups + g].offset;
-        const int8_t* const low = at + (Group::bits == 16 ? Layout::group : 0);
-#pragma GCC unroll 8
-        for (int i = 0; i < QUADS; i++) sum = Q::template add_bytes<Layout::bits>(sum, weights[i], low + 4 * i);
-        finish(r, sum);
+        for (int i = 0; i < QUADS; i++)
+#pragma GCC unroll 4
+          for (int r = 0; r < SUMS; r++) {
+            const int8_t* const quad = at + r * x_stride + 4 * i;
+            if constexpr (Group::bits == 16) high[r] = Q::template add_bytes<Layout::bits>(high[r], weights[i], quad);
+            constexpr int low = Group::bits == 16 ? Layout::group : 0;
+            sums[r] = Q::template add_bytes<Layout::bits>(sums[r], weights[i], quad + low);
+          }
+#pragma GCC unroll 4
+        for (int r = 0; r < SUMS; r++) finish(first_row + r, Group::bits == 16 ? sums[r] + (high[r] << 8) : sums[r]);
       }
     } else {
       typename S::I sums[ROWS] = {};
@@ -289,7 +300,8 @@ void quantised_linear(const QuantisedArgs& a, Team& team) {
   team.barrier();
   const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / x_stride / BLOCK) * BLOCK;
   const int64_t num_chunks = (a.rows + chunk - 1) / chunk;
-  const int64_t grain = std::max<int64_t>(1, num_tiles * num_chunks / (8 * team.size()));
+  const int64_t most = GRAIN_PRODUCTS / (std::max<int64_t>(1, std::min(chunk, a.rows)) * a.size * TILE);
+  const int64_t grain = std::max<int64_t>(1, std::min(most, num_tiles * num_chunks / (8 * team.size())));
   for (Range range; (range = team.take(num_tiles * num_chunks, grain)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
       const int64_t c = i / num_tiles, t = i % num_tiles;

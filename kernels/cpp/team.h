@@ -2,7 +2,8 @@
 //
 // A kernel is a function of its arguments and of the team's member that calls it: each member does its share. All
 // members are through with a kernel before any begins the next. So a whole list runs with threads woken once: in
-// between they wait at a barrier, awake but not for long: where another process has a core, it gets the time.
+// between they wait at a barrier, awake but not for long: where another process has a core, it gets the time. Then the
+// lists that follow run on one thread for a while, since a member that is kept from its core keeps the others waiting.
 #pragma once
 
 #include <omp.h>
@@ -10,6 +11,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 
@@ -17,6 +19,10 @@
 
 // Looks at a barrier before the time is given to whoever else wants it: about 20 microseconds.
 constexpr int SPINS = 1 << 10;
+using Clock = std::chrono::steady_clock;
+// Nobody's share of a kernel of a list takes so much longer than another's: its thread does not run.
+constexpr auto STALL = std::chrono::milliseconds(1);
+constexpr auto PAUSE = std::chrono::milliseconds(100);
 
 inline void pause_briefly() {
 #if defined(__SSE2__)
@@ -35,6 +41,8 @@ struct Shared {
   alignas(64) std::atomic<int64_t> next{0};
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<int> round{0};
+  std::atomic<bool> has_stalled{false};
+  Clock::time_point alone_until{};
   std::unique_ptr<char[]> memory;
   int64_t capacity = 0;
 
@@ -79,8 +87,13 @@ class Team {
       shared_.round.store(round + 1, std::memory_order_release);
       return;
     }
-    for (int i = 0; shared_.round.load(std::memory_order_acquire) == round; i++)
-      i < SPINS ? pause_briefly() : (void)sched_yield();
+    for (int i = 0; i < SPINS; i++) {
+      if (shared_.round.load(std::memory_order_acquire) != round) return;
+      pause_briefly();
+    }
+    const auto start = Clock::now();
+    while (shared_.round.load(std::memory_order_acquire) == round) sched_yield();
+    if (Clock::now() - start > STALL) shared_.has_stalled.store(true, std::memory_order_relaxed);
   }
 
  private:
@@ -106,7 +119,8 @@ struct Call {
 // One after the other, on `threads` threads. The threads are those of OpenMP: torch's.
 inline void run_calls(const Call* calls, int64_t count, int threads) {
   static thread_local Shared shared;
-  if (count == 1 && !calls->kernel->is_long(calls->args)) threads = 1;
+  const bool is_list = count > 1;
+  if (is_list ? Clock::now() < shared.alone_until : !calls->kernel->is_long(calls->args)) threads = 1;
   for (int64_t i = 0; i < count; i++) shared.fit(calls[i].kernel->scratch(calls[i].args, threads));
   Shared* const ours = &shared;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -117,4 +131,5 @@ inline void run_calls(const Call* calls, int64_t count, int threads) {
       team.barrier();
     }
   }
+  if (shared.has_stalled.exchange(false, std::memory_order_relaxed) && is_list) shared.alone_until = Clock::now() + PAUSE;
 }

@@ -26,7 +26,7 @@ class Linear:
         self.weight = Matrix([out.size for out in outs], ins.size, policy)
         size = sum(out.size for out in outs)
         self.bias = torch.empty(size, dtype=policy.dtype, device=policy.device) if bias else None
-        self._workers = policy.workers
+        self._workers, self._ops = policy.workers, policy.ops
 
     def slices(self, names: list[str]) -> dict[str, Target]:
         """Where the checkpoint's tensors `<name>.weight` (and bias) belong: one name per part, or one for all."""
@@ -44,4 +44,4 @@ class Linear:
         if self._ins.is_whole:
             return self.weight.times(x, self.bias)
         y = self._workers.all_reduce(self.weight.times(x))
-        return y if self.bias is None else y.add_(self.bias)
+        return y if self.bias is None else self._ops.add(y, self.bias)

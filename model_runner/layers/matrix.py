@@ -58,15 +58,17 @@ class Matrix:
         else:
             for rows, product in parts:
                 product(x, out[:, rows])
-        return out if bias is None else out.add_(bias)
+        return out if bias is None else self._ops.add(out, bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Some rows of a matrix that is one tensor's: indices [n] to [n, columns]."""
         if not self._kept:
-            return F.embedding(indices, self.floats)
+            return self._ops.rows(self.floats, indices)
         part = self._kept[0].weights
         assert part is not None, "weights come first"
-        return part.rows(indices) if isinstance(part, QuantisedMatrix) else F.embedding(indices, part)
+        if isinstance(part, QuantisedMatrix):
+            return self._ops.quantised_rows(part, indices)
+        return self._ops.rows(part, indices)
 
     def _make_products(self) -> list[tuple[slice, Product]]:
         """Of what was kept: neighbours of one kind together, so that there are few, and each in one place."""

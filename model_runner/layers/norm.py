@@ -69,8 +69,11 @@ class LayerNorm:
 class NoNorm:
     """Where a model has no norm: what others would norm."""
 
+    def __init__(self, policy: DevicePolicy) -> None:
+        self._ops = policy.ops
+
     def weights(self) -> dict[str, Target]:
         return {}
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        return x if residual is None else residual.add_(x)
+        return x if residual is None else self._ops.add(residual, x)

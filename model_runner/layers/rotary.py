@@ -15,23 +15,23 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kernels.ops import Ops
     from protos.model_spec import ModelSpec, RopeSpec
 
 
 class Rotary:
-    """Cosines and sines of a step's positions, computed once for all layers that turn alike."""
+    """Cosines and sines of a step's positions, looked up once for all layers that turn alike."""
 
-    def __init__(self, spec: ModelSpec, max_model_len: int, device: torch.device) -> None:
-        frequencies, self._magnitude = rope_frequencies(spec, max_model_len)
-        self._frequencies = frequencies.to(device)
+    def __init__(self, spec: ModelSpec, max_model_len: int, device: torch.device, ops: Ops) -> None:
+        frequencies, magnitude = rope_frequencies(spec, max_model_len)
+        self._ops = ops
+        angles = torch.arange(max_model_len, device=device)[:, None].float() * frequencies.to(device)
+        # Of all positions: a few hundred bytes for each, beside the kilobytes of its keys and values.
+        self._cosines, self._sines = angles.cos().mul_(magnitude), angles.sin().mul_(magnitude)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cosines and sines [T, pairs] in float32 of positions [T]."""
-        angles = positions[:, None].float() * self._frequencies
-        cosines, sines = angles.cos(), angles.sin()
-        if self._magnitude != 1.0:
-            cosines, sines = cosines * self._magnitude, sines * self._magnitude
-        return cosines, sines
+        """cosines and sines [T, pairs] in float32 of positions [T], below max_model_len."""
+        return self._ops.rows(self._cosines, positions), self._ops.rows(self._sines, positions)
 
 
 def rope_frequencies(spec: ModelSpec, max_model_len: int) -> tuple[torch.Tensor, float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from model_runner.layers.matrix import Matrix
 from model_runner.shard import all_of, rows_each, vocabulary
 
 if TYPE_CHECKING:
-    import torch
-
     from model_runner.device import DevicePolicy
     from model_runner.target import Target
 
@@ -41,4 +41,4 @@ class Vocabulary:
         logits = self.weight.times(hidden)
         if not self._tokens.is_whole:
             logits = self._workers.all_gather(logits)[:, : self._tokens.whole].contiguous()
-        return logits.float()
+        return logits if logits.dtype is torch.float32 else logits.float()

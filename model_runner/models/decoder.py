@@ -36,7 +36,7 @@ class DecoderLayer:
         self.is_local, self.is_rotated = spec.is_local(layer), spec.is_rotated(layer)
 
         def norm_if(exists: bool) -> RMSNorm | NoNorm:
-            return RMSNorm(spec.hidden_size, spec.norm_eps, policy) if exists else NoNorm()
+            return RMSNorm(spec.hidden_size, spec.norm_eps, policy) if exists else NoNorm(policy)
 
         self.attention_norm = norm_if(spec.norm_place != "behind")
         self.attention = Attention(spec, layer, policy)
@@ -77,11 +77,11 @@ class Decoder:
         if place.is_last_stage:
             self.norm = RMSNorm(spec.hidden_size, spec.norm_eps, policy)
             self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, spec.hidden_size, policy)
-        self.rotary = Rotary(spec, max_model_len, policy.device)
+        self.rotary = Rotary(spec, max_model_len, policy.device, policy.ops)
         self.local_rotary = self.rotary
         if spec.local_rope is not None:
             local = msgspec.structs.replace(spec, rope=spec.local_rope)
-            self.local_rotary = Rotary(local, max_model_len, policy.device)
+            self.local_rotary = Rotary(local, max_model_len, policy.device, policy.ops)
         self._logits_softcap, self._ops = spec.logits_softcap, policy.ops
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=policy.dtype).item()
 
@@ -102,15 +102,15 @@ class Decoder:
             x = layer(x, residual, batch, local_angles if layer.is_local else angles)
         assert x is not None
         if self.norm is None:
-            return residual.add_(x)
+            return self._ops.add(residual, x)
         # The last norm and the head see only the tokens that need them: of a long prompt, one.
-        return self.norm(x[batch.output_tokens], residual[batch.output_tokens])
+        return self.norm(self._ops.rows(x, batch.output_tokens), self._ops.rows(residual, batch.output_tokens))
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         assert self.embedding is not None
         embedded = self.embedding.embed(input_ids)
         if self._embedding_scale != 1.0:
-            embedded *= self._embedding_scale
+            self._ops.scale(embedded, self._embedding_scale)
         return embedded
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

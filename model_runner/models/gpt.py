@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from model_runner.layers.attention import Attention
 from model_runner.layers.linear import Linear
@@ -27,7 +26,7 @@ class GPTLayer:
 
     def __init__(self, spec: ModelSpec, layer: int, policy: DevicePolicy) -> None:
         self._prefix = f"model.layers.{layer}."
-        self._norms_sums = spec.norm_place == "sum"
+        self._norms_sums, self._ops = spec.norm_place == "sum", policy.ops
         self.attention_norm = LayerNorm(spec.hidden_size, spec.norm_eps, policy)
         self.attention = Attention(spec, layer, policy)
         self.mlp_norm = LayerNorm(spec.hidden_size, spec.norm_eps, policy)
@@ -52,7 +51,7 @@ class GPTLayer:
             x = self.attention_norm(self.attention(x, batch, None), x)
             return self.mlp_norm(self.mlp(x), x)
         attended = self.attention(self.attention_norm(x), batch, None)
-        return x.add_(self.mlp(self.mlp_norm(attended, x)))
+        return self._ops.add(x, self.mlp(self.mlp_norm(attended, x)))
 
 
 class GPT:
@@ -68,11 +67,13 @@ class GPT:
             rows = spec.position_offset + spec.max_position_embeddings
             self.positions = torch.empty(rows, spec.hidden_size, dtype=policy.dtype, device=policy.device)
             self.project_in = Linear(outer, [inner], False, policy) if outer != inner else None
-        self._position_offset = spec.position_offset
+        self._position_offset, self._ops = spec.position_offset, policy.ops
         self.layers = [GPTLayer(spec, layer, policy) for layer in stage_layers(spec.num_layers, place)]
         if place.is_last_stage:
             # The sums of the last layer are normed already, where sums are what is normed.
-            self.norm = NoNorm() if spec.norm_place == "sum" else LayerNorm(spec.hidden_size, spec.norm_eps, policy)
+            self.norm = (
+                NoNorm(policy) if spec.norm_place == "sum" else LayerNorm(spec.hidden_size, spec.norm_eps, policy)
+            )
             self.project_out = Linear(inner, [outer], False, policy) if outer != inner else None
             self.head = self.embedding if self._tied else Vocabulary(spec.vocab_size, size, policy)
 
@@ -94,7 +95,7 @@ class GPT:
             x = layer(x, batch)
         if self.norm is None:
             return x
-        x = self.norm(x[batch.output_tokens])
+        x = self.norm(self._ops.rows(x, batch.output_tokens))
         return x if self.project_out is None else self.project_out(x)
 
     def _embed(self, batch: ForwardBatch) -> torch.Tensor:
@@ -103,7 +104,7 @@ class GPT:
         embedded = self.embedding.embed(batch.input_ids)
         if self.project_in is not None:
             embedded = self.project_in(embedded)
-        return embedded.add_(F.embedding(batch.positions + self._position_offset, self.positions))
+        return self._ops.add(embedded, self._ops.rows(self.positions[self._position_offset :], batch.positions))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert self.head is not None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from model_runner.graph_backend import NotCapturableError, padded_sizes
+from kernels.capture import NotCapturableError
+from model_runner.graph_backend import padded_sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

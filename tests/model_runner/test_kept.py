@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from model_runner.shard import all_of
 from protos.architectures import ARCHITECTURES
 from protos.config import EngineConfig, build
 from protos.place import Place
+from tests.model_runner.driver import Driver
 from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.test_tiny_greedy import FAMILIES, IN_GGUF
 from tests.model_runner.tiny import chunk_logits, kept_weights, load_tiny, make_runner, save_tiny, tensors
@@ -23,8 +25,12 @@ from tests.model_runner.tiny import chunk_logits, kept_weights, load_tiny, make_
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from model_runner.runner import ModelRunner
+
 TOKENS = [(7 * i * i + 3) % 199 for i in range(100)]
 ENDS = [1, 7, 40, 41, 99]
+IN_VECTORS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 208}
+"""Sizes that the CPU kernels take."""
 UNTIED = {"tie_word_embeddings": False, "use_sliding_window": False}
 
 
@@ -105,3 +111,41 @@ def test_parts_that_cannot_be_one_product_are_several():
     weights = torch.cat([part if isinstance(part, torch.Tensor) else torch.cat(list(part.chunks())) for part in parts])
     x, bias = torch.randn(3, 64), torch.randn(120)
     torch.testing.assert_close(matrix.times(x, bias), x @ weights.T + bias, atol=1e-2, rtol=0)
+
+
+def outputs(path: Path, **options: Any) -> tuple[ModelRunner, list[list[int]]]:
+    """Of rows that end one after the other, so that batches of many sizes decode; the first step is one token's."""
+    runner = load_tiny(path, dtype="auto", **options)
+    driver = Driver(runner, 64, 8)
+    first = driver.add([5], 20)
+    driver.run([first], num_steps=1)
+    generations = [first, *(driver.add([row, 9, 8, 7] * (1 + row % 3), 5 + 3 * row) for row in range(7))]
+    driver.run(generations)
+    return runner, [generation.output for generation in generations]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen3ForCausalLM"])
+def test_every_batch_that_decodes_is_a_program_of_its_own_and_draws_the_same_tokens(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    model = save_tiny(tmp_path, architecture, **FAMILIES[architecture] | UNTIED | IN_VECTORS)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model, ARCHITECTURES[architecture].gguf_name, "Q8_0")
+    with caplog.at_level(logging.WARNING):
+        runner, recorded = outputs(path)
+    assert not caplog.records
+    assert runner._graphs is not None
+    assert set(runner._graphs._recorded) == set(range(1, 9))
+    alone, expected = outputs(path, graphs="off", num_threads=1)
+    assert alone._graphs is None
+    assert recorded == expected
+
+
+def test_a_model_of_which_torch_computes_a_part_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Here the reference bounds the logits, which are no whole vectors."""
+    path = write(tmp_path, "Gemma2ForCausalLM", "Q8_0")
+    with caplog.at_level(logging.WARNING):
+        _, told = outputs(path)
+    (record,) = caplog.records
+    assert "steps run operation by operation: aten." in record.message
+    assert told == outputs(path, graphs="off")[1]

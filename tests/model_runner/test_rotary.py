@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from kernels.reference import ReferenceOps
 from model_runner.layers.rotary import Rotary, rope_frequencies
 from protos.config_spec import ROPE_KINDS
 from protos.errors import StartupError
@@ -135,13 +136,18 @@ def test_part_of_a_head():
 
 
 def test_far_positions_keep_their_angle():
-    rotary = Rotary(spec_of("default", {}), MAX_POSITION, torch.device("cpu"))
+    rotary = Rotary(spec_of("default", {}), 131072, torch.device("cpu"), ReferenceOps())
     cosines, sines = rotary(torch.tensor([131071]))
     assert cosines[0, 0] == pytest.approx(torch.tensor(131071.0).double().cos().item(), abs=1e-6)
     assert sines[0, 0] == pytest.approx(torch.tensor(131071.0).double().sin().item(), abs=1e-6)
 
 
 def test_magnitude_is_on_cosines_and_sines():
-    rotary = Rotary(spec_of("yarn", {"factor": 4.0, "attention_factor": 0.5}, 1024), MAX_POSITION, torch.device("cpu"))
+    rotary = Rotary(
+        spec_of("yarn", {"factor": 4.0, "attention_factor": 0.5}, 1024),
+        MAX_POSITION,
+        torch.device("cpu"),
+        ReferenceOps(),
+    )
     cosines, sines = rotary(torch.arange(9))
     torch.testing.assert_close(cosines**2 + sines**2, torch.full_like(cosines, 0.25))
