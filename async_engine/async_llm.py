@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from async_engine.admission import Admission
 from async_engine.core_group import CoreGroup, start_cores
 from async_engine.core_request import core_request
-from async_engine.core_source import local_cores, remote_core
+from async_engine.core_source import LocalCores, remote_core
 from async_engine.input_processor import Accepted, InputProcessor
 from async_engine.output_processor import OutputProcessor
 from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
@@ -96,12 +96,16 @@ class AsyncLLM:
         The tokenizer is read while the cores load the weights. A core that is silent for `hang_timeout` seconds
         is taken for dead. Other front ends reach the cores at `doors`.
         """
-        eos_token_ids, loading = await open_model(config.model.model, served_name)
+        local = LocalCores(config, doors)
         try:
-            cores = await start_cores(local_cores(config, eos_token_ids, hang_timeout, doors), on_progress)
-        except BaseException:
-            loading.cancel()
-            raise
+            eos_token_ids, loading = await open_model(config.model.model, served_name)
+            try:
+                cores = await start_cores(local.sources(eos_token_ids, hang_timeout), on_progress)
+            except BaseException:
+                loading.cancel()
+                raise
+        finally:
+            local.close()
         try:
             return cls(await loading, cores, admission, max_core_restarts)
         except BaseException:

@@ -32,7 +32,7 @@ from protos.messages import (
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from protos.config import EngineConfig
     from protos.handshake import Welcome
@@ -84,23 +84,22 @@ class CoreClient(asyncio.Protocol):
         cls,
         config: EngineConfig,
         eos_token_ids: tuple[int, ...],
+        process: CoreProcess,
         on_progress: Callable[[int, int], None] | None = None,
         hang_timeout: float = math.inf,
         door: Door | None = None,
-        environment: Mapping[str, str] = {},
     ) -> CoreClient:
-        """Starts the process and waits until it can serve.
+        """Tells a process what to hold, and waits until it can serve. From now on the process is the client's.
 
         `on_progress(done, total)` tells bytes of weights. A core that then is silent for `hang_timeout` seconds is
-        killed. Others reach it at `door`; `environment` is what it has beside ours. Raises StartupError with the
-        core's root cause.
+        killed. Others reach it at `door`. Raises StartupError with the core's root cause.
         """
         self = cls(on_progress, hang_timeout)
-        self._process = CoreProcess(door, environment)
+        self._process = process
         hello = Hello(config, eos_token_ids)
         if door is not None:
             hello = Hello(config, eos_token_ids, door.secret, door.model_digest)
-        await self._connect(self._process.socket, hello)
+        await self._connect(process.take_socket(), hello)
         return self
 
     @classmethod

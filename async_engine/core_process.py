@@ -34,17 +34,23 @@ class Door(msgspec.Struct, frozen=True):
 
 
 class CoreProcess:
-    """Runs from the start, with `environment` beside ours. `socket` is our end of what ties it to us; it goes with
-    whoever takes it."""
+    """Runs from the start, with `environment` beside ours, tied to us by a socket."""
 
-    def __init__(self, door: Door | None = None, environment: Mapping[str, str] = {}) -> None:
+    def __init__(self, module: str = "", door: Door | None = None, environment: Mapping[str, str] = {}) -> None:
+        """`module` is imported at once: so much will be ready when we say what the core is to hold."""
         box = make_box()
         try:
             self._black_box = BlackBox(box)
-            self._process, self.socket = _spawn(box, door, environment)
+            self._process, self._socket = _spawn(module, box, door, environment)
         finally:
             os.close(box)
+        self._is_taken = False
         self._is_closed = False
+
+    def take_socket(self) -> socket.socket:
+        """Once, for whoever closes it."""
+        self._is_taken = True
+        return self._socket
 
     @property
     def pid(self) -> int:
@@ -76,6 +82,8 @@ class CoreProcess:
         if not self._is_closed:
             self._is_closed = True
             self._black_box.close()
+            if not self._is_taken:
+                self._socket.close()
 
 
 def explain_exit(code: int) -> str:
@@ -83,13 +91,13 @@ def explain_exit(code: int) -> str:
 
 
 def _spawn(
-    box: int, door: Door | None, environment: Mapping[str, str]
+    module: str, box: int, door: Door | None, environment: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with theirs:
         descriptors = [theirs.fileno(), box, *([] if door is None else [door.listener.fileno()])]
         process = subprocess.Popen(
-            [sys.executable, "-m", "core_proc.proc", *map(str, descriptors)],
+            [sys.executable, "-m", "core_proc.proc", module, *map(str, descriptors)],
             pass_fds=descriptors,
             env={**child_environment(), **environment},
             stdin=subprocess.DEVNULL,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from async_engine.core_client import CoreClient
 from async_engine.core_entrance import CoreUnreachableError
-from async_engine.core_process import pinned
+from async_engine.core_process import CoreProcess, pinned
+from core_proc.ahead import module_ahead
 from protos.errors import StartupError
 
 if TYPE_CHECKING:
@@ -37,34 +38,46 @@ class CoreSource:
     """Whether how often it is replaced is for us to say."""
 
 
-def local_cores(
-    config: EngineConfig, eos_token_ids: tuple[int, ...], hang_timeout: float, doors: Sequence[Door] = ()
-) -> list[CoreSource]:
-    """As many processes on this machine as the config says. On GPUs each has its own. Others reach them at `doors`, one
-    for each, if there are any."""
-    count = config.parallel.data_parallel_size
-    each_door: Sequence[Door | None] = doors or [None] * count
-    names = ["the core"] if count == 1 else [f"core {number}" for number in range(count)]
-    environments = [{}] if count == 1 else own_devices(config)
-    return [
-        _local_core(name, config, eos_token_ids, hang_timeout, door, environment)
-        for name, door, environment in zip(names, each_door, environments, strict=True)
-    ]
+class LocalCores:
+    """As many processes on this machine as the config says, started here and now: what they import takes longer than
+    to find out what else they need. On GPUs each has its own. Others reach them at `doors`, one for each, if there are
+    any."""
 
+    def __init__(self, config: EngineConfig, doors: Sequence[Door] = ()) -> None:
+        self._config = config
+        count = config.parallel.data_parallel_size
+        each_door: Sequence[Door | None] = doors or [None] * count
+        names = ["the core"] if count == 1 else [f"core {number}" for number in range(count)]
+        environments = [{}] if count == 1 else own_devices(config)
+        self._places = list(zip(names, each_door, environments, strict=True))
+        self._first = {name: self._spawn(door, environment) for name, door, environment in self._places}
 
-def _local_core(
-    name: str,
-    config: EngineConfig,
-    eos_token_ids: tuple[int, ...],
-    hang_timeout: float,
-    door: Door | None,
-    environment: dict[str, str],
-) -> CoreSource:
-    def start(before: CoreReady | None, on_progress: Callable[[int, int], None] | None) -> Awaitable[CoreClient]:
-        same = config if before is None else pinned(config, before)
-        return CoreClient.start(same, eos_token_ids, on_progress, hang_timeout, door, environment)
+    def _spawn(self, door: Door | None, environment: dict[str, str]) -> CoreProcess:
+        return CoreProcess(module_ahead(self._config), door, environment)
 
-    return CoreSource(name, start)
+    def sources(self, eos_token_ids: tuple[int, ...], hang_timeout: float) -> list[CoreSource]:
+        """The first core of each source is a process that runs already."""
+        return [self._source(*place, eos_token_ids, hang_timeout) for place in self._places]
+
+    def _source(
+        self,
+        name: str,
+        door: Door | None,
+        environment: dict[str, str],
+        eos_token_ids: tuple[int, ...],
+        hang_timeout: float,
+    ) -> CoreSource:
+        def start(before: CoreReady | None, on_progress: Callable[[int, int], None] | None) -> Awaitable[CoreClient]:
+            config = self._config if before is None else pinned(self._config, before)
+            process = self._first.pop(name, None) or self._spawn(door, environment)
+            return CoreClient.start(config, eos_token_ids, process, on_progress, hang_timeout, door)
+
+        return CoreSource(name, start)
+
+    def close(self) -> None:
+        """Ends the processes that no source has taken."""
+        while self._first:
+            self._first.popitem()[1].reap()
 
 
 def own_devices(config: EngineConfig) -> list[dict[str, str]]:

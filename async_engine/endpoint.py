@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from async_engine.auth import AuthInterceptor, Tokens
 from async_engine.interceptors import ErrorInterceptor
+from async_engine.late_services import LateServices
 from async_engine.reflection import add_reflection
 from async_engine.tls import server_credentials
 from protos.config import MIB
@@ -115,7 +116,8 @@ def _bind(family: int, address: Any) -> None:
 
 
 class Endpoint:
-    """A gRPC server on the address that an option names; health and reflection are on each."""
+    """A gRPC server on the address that an option names; health and reflection are on each, and the other `services`
+    are added to `late` when there is something to serve."""
 
     def __init__(
         self,
@@ -144,6 +146,8 @@ class Endpoint:
         self.grpc = grpc.aio.server(interceptors=interceptors, options=channel_options(options, shares_port))
         health_pb2_grpc.add_HealthServicer_to_server(health, self.grpc)
         add_reflection(self.grpc, (*services, HEALTH))
+        self.late = LateServices(services)
+        self.grpc.add_generic_rpc_handlers((self.late,))
 
     def bind(self) -> None:
         """Raises StartupError or InvalidRequestError if the address is no good."""

@@ -88,10 +88,11 @@ class FrontEnd:
         own = msgspec.structs.replace(
             config.server, admin_listen="", metrics_listen="", health_listen="", channelz=False
         )
-        self._server = Server(self._llm, own, shares_port=True)
+        self._server = Server(own, shares_port=True)
         self._report = FrontEndReport(self._llm)
         self._metrics = Metrics(self._llm)
-        await self._server.start()
+        await self._server.listen()
+        await self._server.start(self._llm)
         self._watch = asyncio.create_task(self._watch_engine())
         quiet_gc()
 

@@ -41,11 +41,15 @@ class Rate:
 class LoadReportInterceptor(HandlerInterceptor):
     """Adds the report to the trailers of every call, however it ends; nothing is computed per message."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self._llm = llm
+    def __init__(self) -> None:
+        self._llm: AsyncLLM | None = None
         self._ended, self._failed = Rate(), Rate()
         self._report = b""
         self._good_until = 0.0
+
+    def observe(self, llm: AsyncLLM) -> None:
+        """From now on there is a load to tell."""
+        self._llm = llm
         llm.on_end.append(self._observe)
 
     def wrap(
@@ -58,19 +62,20 @@ class LoadReportInterceptor(HandlerInterceptor):
             try:
                 return await behavior(request, context)
             finally:
-                context.set_trailing_metadata((*context.trailing_metadata(), (TRAILER, self._take())))
+                if self._llm is not None:
+                    context.set_trailing_metadata((*context.trailing_metadata(), (TRAILER, self._take(self._llm))))
 
         return reporting
 
-    def _take(self) -> bytes:
+    def _take(self, llm: AsyncLLM) -> bytes:
         now = time.monotonic()
         if now >= self._good_until:
-            self._report = self._make().SerializeToString()
+            self._report = self._make(llm).SerializeToString()
             self._good_until = now + REFRESH_SECONDS
         return self._report
 
-    def _make(self) -> pb.LoadReport:
-        stats, sequences = self._llm.stats, self._llm.ready.max_num_seqs
+    def _make(self, llm: AsyncLLM) -> pb.LoadReport:
+        stats, sequences = llm.stats, llm.ready.max_num_seqs
         return pb.LoadReport(
             mem_utilization=stats.kv_usage,
             rps_fractional=self._ended.value,

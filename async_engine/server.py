@@ -9,7 +9,7 @@ import os
 import secrets
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 from grpc_channelz.v1 import channelz, channelz_pb2
@@ -67,38 +67,28 @@ ADMIN = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
 class Server:
-    """The gRPC services around an AsyncLLM: those of callers on one address, those of operators on another."""
+    """The gRPC services around an AsyncLLM: those of callers on one address, those of operators on another. It listens
+    before there is one."""
 
-    def __init__(self, llm: AsyncLLM, options: ServerOptions, shares_port: bool = False) -> None:
-        self._llm = llm
+    def __init__(self, options: ServerOptions, shares_port: bool = False) -> None:
+        self._llm: AsyncLLM | None = None
         self._shares_port = shares_port
         self.others: FrontEnds | None = None
         """Other front ends, for whom this one speaks."""
         self._options = options
-        adapters = [ADAPTERS[name] for name in service_names(options.services)]
-        public = (GENERATION, MODEL, *(name for adapter in adapters for name in adapter.names))
+        self._adapters = [ADAPTERS[name] for name in service_names(options.services)]
+        public = (GENERATION, MODEL, *(name for adapter in self._adapters for name in adapter.names))
         self._health = HealthServicer((*public, ADMIN))
         self._monitor: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
-        observers: list[grpc.aio.ServerInterceptor] = []
-        if options.load_reports:
-            observers.append(LoadReportInterceptor(llm))
-        self._tracing = _tracing(llm, options)
-        if self._tracing is not None:
-            observers.append(self._tracing)
+        self._load_reports = LoadReportInterceptor() if options.load_reports else None
+        self._tracing = _tracing(options)
+        observers = [observer for observer in (self._load_reports, self._tracing) if observer is not None]
         self._public = Endpoint("listen", options, self._health, public, observers, shares_port)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), self._public.grpc)
-        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(llm), self._public.grpc)
-        for adapter in adapters:
-            adapter.add(llm, options, self._public.grpc)
         self._admin: Endpoint | None = None
         if options.admin_listen:
             services = (ADMIN, CHANNELZ) if options.channelz else (ADMIN,)
             self._admin = Endpoint("admin_listen", options, self._health, services)
-            if options.channelz:
-                channelz.add_channelz_servicer(self._admin.grpc)
-            servicer = AdminServicer(llm, options, self.drain, self._ask_others)
-            admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, self._admin.grpc)
         self._probed = Endpoint("health_listen", options, self._health, ()) if options.health_listen else None
 
     @property
@@ -120,28 +110,54 @@ class Server:
     def _endpoints(self) -> list[Endpoint]:
         return [endpoint for endpoint in (self._public, self._admin, self._probed) if endpoint is not None]
 
-    async def start(self) -> None:
-        """Listens and turns health to SERVING. Raises StartupError or InvalidRequestError if an address is no good."""
-        llm, options = self._llm, self._options
+    async def listen(self) -> None:
+        """Takes calls: health is NOT_SERVING, and other services answer that the model is loading. Raises StartupError
+        or InvalidRequestError if an address is no good."""
+        for endpoint in self._endpoints:
+            endpoint.bind()
+        for endpoint in self._endpoints:
+            await endpoint.grpc.start()
+
+    async def start(self, llm: AsyncLLM) -> None:
+        """Serves what `llm` does, and turns health to SERVING."""
+        options = self._options
+        self._llm = llm
         llm.keep_text = options.log_prompts
         llm.on_end.append(RequestLog(options.log_prompts))
+        for observer in (self._load_reports, self._tracing):
+            if observer is not None:
+                observer.observe(llm)
         if options.metrics_listen:
             host, metrics_port = split_address("metrics_listen", options.metrics_listen)
             registry = Metrics(llm).registry
             if self._shares_port:
                 registry = MergedRegistry(registry, self._scrape_others())
             self._metrics_server = MetricsServer(f"{host}:{metrics_port}", registry)
+        self._add_services(llm)
+        self._set_health(llm)
+        self._monitor = asyncio.create_task(self._watch_health(llm), name="health")
+
+    def _add_services(self, llm: AsyncLLM) -> None:
+        public = cast("grpc.aio.Server", self._public.late)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), public)
+        model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(llm), public)
+        for adapter in self._adapters:
+            adapter.add(llm, self._options, public)
+        if self._admin is not None:
+            admin = cast("grpc.aio.Server", self._admin.late)
+            if self._options.channelz:
+                channelz.add_channelz_servicer(admin)
+            servicer = AdminServicer(llm, self._options, self.drain, self._ask_others)
+            admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, admin)
         for endpoint in self._endpoints:
-            endpoint.bind()
-        for endpoint in self._endpoints:
-            await endpoint.grpc.start()
-        self._set_health()
-        self._monitor = asyncio.create_task(self._watch_health(), name="health")
+            endpoint.late.is_loading = False
 
     async def drain(self, seconds: float) -> int:
         """NOT_SERVING; no new requests; live streams get their time. How many were cut."""
+        if self._llm is None:
+            return 0
         self._llm.draining = True
-        self._set_health()
+        self._set_health(self._llm)
         cut, elsewhere = await asyncio.gather(self._llm.drain(seconds), self._ask_others(Drain(seconds)))
         return sum([cut, *elsewhere])
 
@@ -184,28 +200,28 @@ class Server:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
-    async def _watch_health(self) -> None:
+    async def _watch_health(self, llm: AsyncLLM) -> None:
         while True:
             await asyncio.sleep(HEALTH_INTERVAL)
-            self._set_health()
+            self._set_health(llm)
 
-    def _set_health(self) -> None:
-        state = engine_state(self._llm, self._options.step_timeout)
+    def _set_health(self, llm: AsyncLLM) -> None:
+        state = engine_state(llm, self._options.step_timeout)
         serving = state is EngineState.SERVING
         if serving is self._health.is_serving:
             return
         if state is EngineState.HUNG:
-            logger.error("the core has been silent for %.1f s", self._llm.cores.silent_seconds)
+            logger.error("the core has been silent for %.1f s", llm.cores.silent_seconds)
         self._health.set(serving)
 
 
-def _tracing(llm: AsyncLLM, options: ServerOptions) -> TraceInterceptor | None:
+def _tracing(options: ServerOptions) -> TraceInterceptor | None:
     """None unless a collector is named. Raises StartupError if OpenTelemetry is not installed."""
     if not wants_tracing(options):
         return None
     from async_engine.tracing import TraceInterceptor, otlp_provider
 
-    return TraceInterceptor(llm, otlp_provider(options.otlp_endpoint))
+    return TraceInterceptor(otlp_provider(options.otlp_endpoint))
 
 
 def wants_tracing(options: ServerOptions) -> bool:
@@ -296,44 +312,62 @@ async def serve(
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(signum, signals.put_nowait, signum)
-    starting = asyncio.create_task(_make_engine(config, cores, on_progress))
     interrupted = asyncio.create_task(signals.get())
-    await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():
-        starting.cancel()
-        await asyncio.wait([starting])
+    server = Server(config.server, shares_port=config.scale.frontends > 1)
+    try:
+        await server.listen()
+        starting = asyncio.create_task(_make_engine(config, cores, on_progress))
+        await asyncio.wait([starting, interrupted], return_when=asyncio.FIRST_COMPLETED)
+        llm = await starting if starting.done() else None
+        if llm is None:
+            starting.cancel()
+            await asyncio.wait([starting])
+    except BaseException:
+        await server.stop(drain_seconds=0)
+        raise
+    if llm is None:
+        await server.stop(drain_seconds=0)
         return 130
-    async with await starting as llm:
-        server = Server(llm, config.server, shares_port=config.scale.frontends > 1)
-        await server.start()
-        if config.scale.frontends > 1:
-            listening = msgspec.structs.replace(config.server, listen=server.address)
-            begin = Begin(msgspec.structs.replace(config, server=listening), cores.addresses, cores.secret)
-            server.others = FrontEnds(llm, begin, config.scale.frontends - 1)
-            try:
+    async with llm:
+        try:
+            await server.start(llm)
+            if config.scale.frontends > 1:
+                listening = msgspec.structs.replace(config.server, listen=server.address)
+                begin = Begin(msgspec.structs.replace(config, server=listening), cores.addresses, cores.secret)
+                server.others = FrontEnds(llm, begin, config.scale.frontends - 1)
                 await server.others.start()
-            except BaseException:
-                await server.stop(drain_seconds=0)
-                raise
+        except BaseException:
+            await server.stop(drain_seconds=0)
+            raise
         quiet_gc()
         on_ready(llm, server)
-        died = asyncio.create_task(llm.died())
-        await asyncio.wait([interrupted, died], return_when=asyncio.FIRST_COMPLETED)
-        if died.done():
-            logger.error("%s", await died)
-            await server.stop(drain_seconds=0)
-            return 1
-        if llm.num_live:
-            seconds = config.server.drain_timeout
-            logger.info("draining %d requests, at most %g s; Ctrl-C again to stop now", llm.num_live, seconds)
-        stopping = asyncio.create_task(server.stop(config.server.drain_timeout))
-        while not stopping.done():
-            again = asyncio.create_task(signals.get())
-            await asyncio.wait([stopping, again], return_when=asyncio.FIRST_COMPLETED)
-            if again.cancel() or again.result() is not signal.SIGINT:
-                continue
-            stopping.cancel()
-            await asyncio.wait([stopping])
-            await server.stop(drain_seconds=0)
-        died.cancel()
+        return await _until_signal(llm, server, config.server.drain_timeout, interrupted, signals)
+
+
+async def _until_signal(
+    llm: AsyncLLM,
+    server: Server,
+    drain_timeout: float,
+    interrupted: asyncio.Task[signal.Signals],
+    signals: asyncio.Queue[signal.Signals],
+) -> int:
+    """Stops the server at the first one, or when the engine has died; the exit code."""
+    died = asyncio.create_task(llm.died())
+    await asyncio.wait([interrupted, died], return_when=asyncio.FIRST_COMPLETED)
+    if died.done():
+        logger.error("%s", await died)
+        await server.stop(drain_seconds=0)
+        return 1
+    if llm.num_live:
+        logger.info("draining %d requests, at most %g s; Ctrl-C again to stop now", llm.num_live, drain_timeout)
+    stopping = asyncio.create_task(server.stop(drain_timeout))
+    while not stopping.done():
+        again = asyncio.create_task(signals.get())
+        await asyncio.wait([stopping, again], return_when=asyncio.FIRST_COMPLETED)
+        if again.cancel() or again.result() is not signal.SIGINT:
+            continue
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        await server.stop(drain_seconds=0)
+    died.cancel()
     return 0

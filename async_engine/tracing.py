@@ -50,12 +50,16 @@ class TraceInterceptor(HandlerInterceptor):
     """A span per call, below the caller's `traceparent`, and below it one per request, made when that is over from the
     times the engine took anyway: nothing is done per message."""
 
-    def __init__(self, llm: AsyncLLM, provider: TracerProvider) -> None:
-        self._llm = llm
+    def __init__(self, provider: TracerProvider) -> None:
+        self._llm: AsyncLLM
         self._provider = provider
         self._tracer = provider.get_tracer("tailrace")
         self._parents: weakref.WeakKeyDictionary[RequestState, tuple[Context, int]] = weakref.WeakKeyDictionary()
         """Of live requests: the context of their call, and when they came, in Unix nanoseconds."""
+
+    def observe(self, llm: AsyncLLM) -> None:
+        """From now on calls bring requests."""
+        self._llm = llm
         llm.on_begin.append(self._begun)
         llm.on_end.append(self._ended)
 

@@ -3,8 +3,8 @@
     reader threads: decode, hash prompts ──inbox──► main loop: step ──► writer threads: encode, send
                       compiler thread: grammars ───────┘
 
-Started with the file descriptors of a socket to its owner, which it lives as long as, of the black box, and of a socket
-to listen on, if there is one, for other front ends. They come and go.
+Started with the name of a module to import ahead, and the descriptors of a socket to its owner, which it lives as long
+as, of the black box, and of a socket to listen on, if there is one, for other front ends. They come and go.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from core_proc.ahead import import_ahead
 from core_proc.black_box import BlackBox
 from core_proc.clients import Clients
 from core_proc.connection import OWNER, Connection
@@ -276,7 +277,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s core %(levelname)s %(message)s")
-    socket_descriptor, box_descriptor, *listeners = map(int, sys.argv[1:])
+    importing = import_ahead(sys.argv[1])
+    socket_descriptor, box_descriptor, *listeners = map(int, sys.argv[2:])
     owner = Connection(socket.socket(fileno=socket_descriptor))
     try:
         hello = owner.read_first()
@@ -286,6 +288,7 @@ def main() -> int:
     listener = socket.socket(fileno=listeners[0]) if listeners else None
     proc = EngineCoreProc(owner, hello, BlackBox(box_descriptor), listener)
     try:
+        importing.join()
         proc.load()
         # What is here now stays; full collections of it in the loop would only stall streams.
         gc.collect()

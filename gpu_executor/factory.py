@@ -11,6 +11,13 @@ if TYPE_CHECKING:
     from protos.config import EngineConfig
 
 
+def slow_module(config: EngineConfig) -> str:
+    """What takes seconds to import of what the executor will need in this process; empty if nothing does."""
+    parallel = config.parallel
+    is_here = parallel.executor == "uniproc" or (parallel.executor == "auto" and parallel.num_workers == 1)
+    return "gpu_executor.worker" if is_here and config.model.model != "null" else ""
+
+
 def make_executor(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Executor:
     """The executor the config asks for: the only place that names the kinds. Raises StartupError if it cannot be."""
     kind, num_workers = config.parallel.executor, config.parallel.num_workers

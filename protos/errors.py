@@ -103,6 +103,12 @@ class UnavailableError(TailraceError):
     reason = "DRAINING"
 
 
+class LoadingError(UnavailableError):
+    """The server listens, but cannot serve yet."""
+
+    reason = "LOADING"
+
+
 class CoreDiedError(UnavailableError):
     """The core process ended while the request was live."""
 

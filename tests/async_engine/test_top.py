@@ -96,8 +96,9 @@ class Served:
 
     async def start(self):
         self.llm = await AsyncLLM.start(build(EngineConfig, model="null"))
-        self.server = Server(self.llm, self.options)
-        await self.server.start()
+        self.server = Server(self.options)
+        await self.server.listen()
+        await self.server.start(self.llm)
 
     async def stop(self):
         await self.server.stop(0)

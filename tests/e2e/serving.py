@@ -42,8 +42,9 @@ async def serving(
         max_core_restarts=options.max_core_restarts,
         hang_timeout=options.hang_timeout,
     ) as llm:
-        grpc_server = Server(llm, options)
-        await grpc_server.start()
+        grpc_server = Server(options)
+        await grpc_server.listen()
+        await grpc_server.start(llm)
         try:
             async with open_channel(grpc_server.address, credentials) as channel:
                 channel.address = grpc_server.address

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_engine.core_group import start_cores
-from async_engine.core_source import CoreSource, local_cores, own_devices
+from async_engine.core_source import CoreSource, LocalCores, own_devices
 from async_engine.engine_state import EngineState, engine_state
 from async_engine.metrics import Metrics
 from async_engine.request import GenerationRequest
@@ -211,9 +211,9 @@ def test_cores_that_do_not_go_together_are_one_line_and_leave_no_process(second)
         raise StartupError("no core differs more")
 
     async def main():
-        first = local_cores(build(EngineConfig, model="null", max_model_len=1024), (), 60.0)
+        first = LocalCores(build(EngineConfig, model="null", max_model_len=1024)).sources((), 60.0)
         config = build(EngineConfig, model="null", **(second or {}))
-        others = [CoreSource("failing", failing)] if second is None else local_cores(config, (), 60.0)
+        others = [CoreSource("failing", failing)] if second is None else LocalCores(config).sources((), 60.0)
         with pytest.raises(StartupError, match="differ") as error:
             await start_cores([*first, *others], None)
         return str(error.value)
@@ -226,7 +226,7 @@ def test_progress_of_all_is_told_as_one():
     async def main():
         told = []
         cores = await start_cores(
-            local_cores(build(EngineConfig, model="null", data_parallel_size=2), (), 60.0),
+            LocalCores(build(EngineConfig, model="null", data_parallel_size=2)).sources((), 60.0),
             lambda done, total: told.append((done, total)),
         )
         await asyncio.gather(*(core.close() for _, core in cores))
