@@ -33,13 +33,17 @@ class Tiles(NamedTuple):
     """Of the pipeline: half as many tiles of keys and of values are on their way, for their blocks are read before."""
 
 
-def tiles(gpu: Gpu, padded_dim: int, dtype: torch.dtype) -> Tiles:
+def tiles(gpu: Gpu, padded_dim: int, dtype: torch.dtype, has_window: bool) -> Tiles:
     """By what fits into the registers and the shared memory of a block."""
     if dtype.itemsize == 4:
         return Tiles(16, 32 if padded_dim <= 128 else 16, 4, 3)
     if gpu.capability < 90:
-        return Tiles(128, 64, 8, 5) if padded_dim <= 128 else Tiles(64, 32, 8, 3)
-    return Tiles(128, 128, 8, 3) if padded_dim <= 128 else Tiles(128, 32, 8, 3)
+        if padded_dim > 128:
+            return Tiles(64, 32, 8, 3)
+        return Tiles(128, 32 if padded_dim > 64 else 64, 8, 5)
+    if padded_dim > 128:
+        return Tiles(128, 32, 8, 3)
+    return Tiles(128, 64, 8, 5) if has_window else Tiles(128, 128, 8, 3)
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride", "window"])
@@ -124,7 +128,8 @@ def attention_kernel(
             seen = keys[None, :] <= positions[:, None]
             if WINDOWED:
                 seen &= keys[None, :] > positions[:, None] - window
-            key = load_tile(key_cache, cells, real if part != 1 else None, dims, HEAD_DIM, PADDED_DIM)
+            # Of keys that are not seen scores are replaced, whatever they are; their values' weight is zero.
+            key = load_tile(key_cache, cells, None, dims, HEAD_DIM, PADDED_DIM)
             value = load_tile(value_cache, cells, real if part != 1 else None, dims, HEAD_DIM, PADDED_DIM)
             maxima, sums, weighted = attend(
                 tile_query,
@@ -194,7 +199,7 @@ class TritonAttention(ReferenceOps):
             return out
         group = heads // kv_heads
         padded = max(16, triton.next_power_of_2(head_dim))
-        shape = tiles(self.gpu, padded, query.dtype)
+        shape = tiles(self.gpu, padded, query.dtype, sliding_window > 0)
         tile_rows = max(shape.rows, triton.next_power_of_2(group))
         attention_kernel[(kv_heads, tokens // (tile_rows // group) + rows)](
             query,

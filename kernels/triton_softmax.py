@@ -60,8 +60,9 @@ def attend(
     """The state after query [rows, head_dim] saw keys and values [tile, head_dim] where `seen` [rows, tile]."""
     scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
     if CAPPED:
-        # tanh, whose own function the interpreter does not have.
-        scores = 1.0 - 2.0 / (tl.exp2(scores * inner) + 1.0)
+        # tanh, whose own function the interpreter does not have; this way around nothing overflows.
+        decay = tl.exp2(-tl.abs(scores * inner))
+        scores = tl.where(scores < 0.0, decay - 1.0, 1.0 - decay) / (1.0 + decay)
     if MASKED:
         scores = tl.where(seen, scores, float("-inf"))
     larger = tl.maximum(maxima, tl.max(scores, 1) * factor)

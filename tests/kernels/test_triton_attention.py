@@ -102,8 +102,9 @@ def test_a_key_that_comes_later_is_not_seen_even_if_it_is_nan():
     assert torch.equal(attended(batch)[:48], expected[:48])
 
 
-def test_large_scores_do_not_overflow():
-    batch = make_batch([(4, 150)])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_large_scores_do_not_overflow(softcap: float):
+    batch = make_batch([(4, 150)], softcap=softcap)
     batch.query.mul_(1e4)
     assert_equals_twin(attended(batch), batch.run(TWIN))
 

@@ -108,8 +108,9 @@ def test_nan_is_not_hidden():
     assert not out[1].isnan().any()
 
 
-def test_large_scores_do_not_overflow():
-    batch = make_step([600, 3])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_large_scores_do_not_overflow(softcap: float):
+    batch = make_step([600, 3], softcap=softcap)
     batch.query.mul_(1e4)
     assert_equals_twin(attended(batch), batch.run(TWIN))
 
