@@ -10,6 +10,7 @@ constants and configurations are those of a real launch.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import subprocess
 import sys
@@ -58,7 +59,7 @@ class Compiled:
     shared: int
     """Bytes of shared memory of a block."""
     products: str
-    """Which instruction multiplies matrices: wgmma (Hopper), mma, or none."""
+    """Which instruction multiplies matrices: wgmma (Hopper), wgmma one by one, mma, or none."""
 
     @property
     def name(self) -> str:
@@ -125,10 +126,8 @@ def _describe(launch: str, capability: int, kernel: Any) -> Compiled:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = _output(knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
     numbers = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage)}
-    ptx = kernel.asm["ptx"]
     return Compiled(
         launch=launch,
         kernel=kernel.metadata.name,
@@ -138,8 +137,26 @@ def _describe(launch: str, capability: int, kernel: Any) -> Compiled:
         registers=numbers["REG"],
         stack=numbers["STACK"] + numbers["LOCAL"],
         shared=kernel.metadata.shared,
-        products="wgmma" if "wgmma.mma_async" in ptx else "mma" if "mma.sync" in ptx else "none",
+        products=_products(kernel.asm["ptx"], capability),
     )
+
+
+def _products(ptx: str, capability: int) -> str:
+    from triton import knobs
+
+    if "wgmma.mma_async" not in ptx:
+        return "mma" if "mma.sync" in ptx else "none"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        said = _output(knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
+    # It waits for each product before the next where it cannot keep track of their registers, and says so.
+    return "wgmma one by one" if "serialized" in said else "wgmma"
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True)
+    return done.stdout
 
 
 def table(results: list[Compiled]) -> str:
