@@ -169,6 +169,26 @@ def test_54_what_is_kept_equals_the_twin_and_float64(kind: str):
         assert np.array_equal(kept.numpy(), kept_in_float64(logits[row].numpy(), *parameters)), parameters
 
 
+def test_54_each_of_a_few_logits_can_be_the_border():
+    torch.manual_seed(9)
+    logits = torch.randn(80, 9) * torch.tensor([0.1, 1.0, 30.0, 1e-4]).repeat(20)[:, None]
+    columns = [(row % 10, 1.0 if row % 3 else (row + 1) / 80, 0.0) for row in range(80)]
+    limits = thresholds(logits, torch.arange(80), torch.ones(80, dtype=torch.float64), filters_of(columns))
+    for row, parameters in enumerate(columns):
+        assert np.array_equal((logits[row] >= limits[row]).numpy(), kept_in_float64(logits[row].numpy(), *parameters))
+
+
+def test_54_a_share_of_the_largest_that_lies_between_two_floats():
+    highest = torch.linspace(-5, 5, 40)
+    border = highest.double() + math.log(0.37)
+    near = border.float()
+    further = [near.nextafter(torch.tensor(end)) for end in (torch.inf, -torch.inf)]
+    logits = torch.stack([highest, near, *further], 1)
+    ones = torch.ones(40, dtype=torch.float64)
+    limits = thresholds(logits, torch.arange(40), ones, filters_of([(0, 1.0, 0.37)] * 40))
+    assert (logits >= limits[:, None]).equal(logits.double() >= border[:, None])
+
+
 def test_54_logits_are_divided_as_by_the_twin():
     torch.manual_seed(8)
     logits, rows = torch.randn(5, 1000) * 4, torch.tensor([4, 2, 0])
