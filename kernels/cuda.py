@@ -13,6 +13,7 @@ from kernels.triton_cache import TritonCache
 from kernels.triton_edits import TritonEdits
 from kernels.triton_norm import TritonNorm
 from kernels.triton_sampling import TritonSampling
+from kernels.triton_step import TritonStep
 
 if TYPE_CHECKING:
     from kernels.gpu import Gpu
@@ -21,7 +22,7 @@ ALIGNMENT = 8
 """Numbers of 16 bits that rows of a grouped product must be a multiple of."""
 
 
-class CudaOps(TritonAttention, TritonCache, TritonNorm, TritonActivation, TritonEdits, TritonSampling):
+class CudaOps(TritonStep, TritonAttention, TritonCache, TritonNorm, TritonActivation, TritonEdits, TritonSampling):
     """Each base is the Triton kernels of one noun; what torch has a good kernel for stands here.
 
     No method waits for the device: tests call them with tensors that have no values.

@@ -14,9 +14,11 @@ from kernels.reference import ReferenceOps
 
 BLOCK = 1024
 """Tokens that a program takes."""
+# Columns lie side by side in one copy, so where one begins differs from step to step.
+_COLUMNS = ["rows", "table_rows", "num_prompt_tokens", "num_tokens", "repetition", "frequency", "presence"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def grammar_kernel(logits, rows, bits, vocab_size, num_words, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     token_ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -38,14 +40,14 @@ def _tokens(token_table, table_rows, num_tokens, table_width, place, BLOCK: tl.c
     return position, token_ids, inside
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def clear_counts_kernel(counts, token_table, table_rows, num_tokens, vocab_size, table_width, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64)
     _, token_ids, inside = _tokens(token_table, table_rows, num_tokens, table_width, place, BLOCK)
     tl.store(counts + place * vocab_size + token_ids, 0, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def count_kernel(
     counts, token_table, table_rows, num_prompt_tokens, num_tokens, vocab_size, table_width, BLOCK: tl.constexpr
 ):
@@ -56,7 +58,7 @@ def count_kernel(
     tl.atomic_add(counts + place * vocab_size + token_ids, 1, mask=is_output)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_COLUMNS)
 def penalise_kernel(
     logits,
     rows,

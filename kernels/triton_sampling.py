@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 BLOCK = 1024
 """Logits that a program reads at a time."""
+MAX_PARTS = 64
+"""Of a row."""
 BELOW_ONE: tl.constexpr = tl.constexpr(1.0 - 2.0**-24)
 
 
@@ -48,7 +50,8 @@ def gumbel_noise(token_ids, keys):
     return -tl.log(-log)
 
 
-@triton.jit
+# Columns lie side by side in one copy, so where one begins differs from step to step.
+@triton.jit(do_not_specialize_on_alignment=["rows", "temperatures", "keys"])
 def part_kernel(
     logits,
     rows,
@@ -96,9 +99,9 @@ def part_kernel(
     tl.store(token_of_parts + at, token)
 
 
-@triton.jit
-def merge_kernel(highest_of_parts, token_of_parts, out, num_parts, PADDED_PARTS: tl.constexpr):
-    place, part = tl.program_id(0), tl.arange(0, PADDED_PARTS)
+@triton.jit(do_not_specialize=["num_parts"])
+def merge_kernel(highest_of_parts, token_of_parts, out, num_parts, MAX_PARTS: tl.constexpr):
+    place, part = tl.program_id(0), tl.arange(0, MAX_PARTS)
     inside = part < num_parts
     highest = tl.load(highest_of_parts + place * num_parts + part, mask=inside, other=float("-inf"))
     tokens = tl.load(token_of_parts + place * num_parts + part, mask=inside, other=0)
@@ -146,7 +149,7 @@ class TritonSampling(ReferenceOps):
         assert logits.is_contiguous()
         num_rows, vocab_size = len(logits if rows is None else rows), logits.shape[1]
         num_blocks = triton.cdiv(vocab_size, BLOCK)
-        wanted = min(num_blocks, max(1, 4 * self.gpu.num_sms // max(1, num_rows)))
+        wanted = min(num_blocks, MAX_PARTS, max(1, 4 * self.gpu.num_sms // max(1, num_rows)))
         part_size = triton.cdiv(num_blocks, wanted) * BLOCK
         num_parts = triton.cdiv(vocab_size, part_size)
         highest = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
@@ -167,6 +170,5 @@ class TritonSampling(ReferenceOps):
             BLOCK=BLOCK,
         )
         out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-        padded_parts = triton.next_power_of_2(num_parts)
-        merge_kernel[(num_rows,)](highest, tokens, out, num_parts, PADDED_PARTS=padded_parts, num_warps=1)
+        merge_kernel[(num_rows,)](highest, tokens, out, num_parts, MAX_PARTS=MAX_PARTS, num_warps=1)
         return out

@@ -108,7 +108,7 @@ def _search(start, vocab_size, temperature, highest, low, high, goal, WEIGHTED: 
     return high.to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "temperatures", "top_k", "top_p", "log_min_p"])
 def thresholds_kernel(logits, rows, temperatures, top_k, top_p, log_min_p, limits, vocab_size, BLOCK: tl.constexpr):
     place = tl.program_id(0)
     count, share, distance = tl.load(top_k + place), tl.load(top_p + place), tl.load(log_min_p + place)
