@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from gpu_executor import wire
+from gpu_executor.executor import WorkersDiedError
 from gpu_executor.uniproc import SingleWorker
 from protos.config import EngineConfig
 from protos.errors import StartupError
@@ -97,6 +99,11 @@ class StepLoop:
     def _send_result(self, step_id: int, pending: PendingOutput) -> None:
         try:
             output = pending.result()
+        except WorkersDiedError as error:
+            # Nothing runs here any more, and this may be any thread: the core sees it by the end of the process.
+            logger.error("%s", error)
+            logging.shutdown()
+            os._exit(1)
         except Exception as error:
             logger.exception("step %d failed", step_id)
             self._send(wire.StepFailed(step_id, wire.one_line(error)))

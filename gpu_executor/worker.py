@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 
+from gpu_executor.executor import WorkersDiedError
 from model_runner.device import make_device
 from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_executor.executor import PendingOutput
+    from model_runner.device import DevicePolicy
     from protos.config import EngineConfig
     from protos.place import Place
-    from protos.step import GrammarMask, SchedulerOutput, WorkerInfo
+    from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 
 class Worker:
@@ -38,6 +40,7 @@ class Worker:
         self._eos_token_ids = eos_token_ids
         self._place = place
         self._runner: ModelRunner | None = None
+        self._policy: DevicePolicy | None = None
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo:
         """Finds the model, sizes the cache and reads the weights; `report(done, total)` counts their bytes.
@@ -63,17 +66,44 @@ class Worker:
                 f"{path}: out of memory while loading ({cause}); lower --kv-cache-memory or --gpu-memory-utilization, "
                 "or use a 16-bit --dtype"
             ) from None
-        self._runner = runner
+        self._runner, self._policy = runner, policy
         return info
 
     def execute(self, step: SchedulerOutput) -> None:
-        """Runs the forward pass of a step."""
-        self._loaded().execute(step)
+        """Runs the forward pass of a step. Raises WorkersDiedError once the device is of no use any more."""
+        try:
+            self._loaded().execute(step)
+        except torch.AcceleratorError as error:
+            raise self.what_it_means(error) from error
 
     def sample(self, mask: GrammarMask | None = None) -> PendingOutput:
-        """Draws the tokens of the step last executed, of grammars' rows among those the mask allows."""
-        return self._loaded().sample(mask)
+        """Draws the tokens of the step last executed, of grammars' rows among those the mask allows; raises likewise,
+        and so does what it returns."""
+        try:
+            return WorkerOutput(self._loaded().sample(mask), self)
+        except torch.AcceleratorError as error:
+            raise self.what_it_means(error) from error
+
+    def what_it_means(self, error: torch.AcceleratorError) -> Exception:
+        """The error itself where the next step may do better."""
+        if self._policy is None or self._policy.answers():
+            return error
+        cause = str(error).partition("\n")[0]
+        return WorkersDiedError(f"{self._policy.device} is lost: {cause}")
 
     def _loaded(self) -> ModelRunner:
         assert self._runner is not None, "load comes first"
         return self._runner
+
+
+class WorkerOutput:
+    """A step's result; errors of the device show here, whichever step they are of."""
+
+    def __init__(self, pending: PendingOutput, worker: Worker) -> None:
+        self._pending, self._worker = pending, worker
+
+    def result(self) -> ModelRunnerOutput:
+        try:
+            return self._pending.result()
+        except torch.AcceleratorError as error:
+            raise self._worker.what_it_means(error) from error

@@ -79,6 +79,15 @@ class DevicePolicy:
         tensor = torch.from_numpy(array)
         return tensor if self.shares_memory else torch.zeros_like(tensor, device=self.device)
 
+    def answers(self) -> bool:
+        """Whether the device still computes: a fault in a kernel makes a GPU useless for the rest of the process."""
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError:
+            return False
+        return True
+
     def free_memory(self) -> int:
         """Bytes of the host's that can be allocated now: the share of one of its workers."""
         return _free_host_memory() // self.workers.place.local_size

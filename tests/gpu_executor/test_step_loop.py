@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from gpu_executor import wire
+from gpu_executor.executor import WorkersDiedError
 from gpu_executor.null import DueOutput
 from gpu_executor.step_loop import StepLoop
 from protos.step import ModelRunnerOutput
@@ -87,6 +89,28 @@ def test_worker_whose_tokens_are_not_taken_tells_failures_alone(num_steps: int) 
     run(loop, 3)
     loop.close()
     assert [type(message).__name__ for message in told] == ["StepFailed"]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_worker_whose_device_is_lost_ends(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Device):
+        def execute(self, step: SchedulerOutput) -> None:
+            super().execute(step)
+            raise WorkersDiedError("the device is lost")
+
+    told: list[wire.FromWorker] = []
+
+    def end(code: int) -> None:
+        ends.append(code)
+        raise OSError
+
+    ends: list[int] = []
+    monkeypatch.setattr("os._exit", end)
+    loop = StepLoop(Lost(), True, told.append, num_steps)
+    with contextlib.suppress(OSError):
+        run(loop, 1)
+    loop.close()
+    assert (ends, told) == ([1], [])
 
 
 def test_core_that_is_gone_ends_the_sending_quietly() -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from gpu_executor.executor import WorkersDiedError
 from gpu_executor.uniproc import UniprocExecutor
 from gpu_executor.worker import Worker
+from model_runner.device import DevicePolicy
 from protos.config import EngineConfig, build
 from protos.errors import StartupError
 from protos.messages import Sampling
@@ -150,6 +152,25 @@ def test_53_same_seed_same_tokens_alone_batched_chunked_and_after_a_preemption(d
         alone = driver.add(prompt, 30, sampling)
         driver.run([alone])
         assert alone.output == expected
+
+
+@pytest.mark.parametrize("at", ["execute", "sample", "result"])
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_device_that_is_lost_is_no_failure_of_a_step(
+    at: str, answers: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*arguments: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore")
+
+    worker, _ = load(directory)
+    monkeypatch.setattr(DevicePolicy, "answers", lambda policy: answers)
+    owners = {"execute": "runner.ModelRunner.execute", "sample": "sampler.Sampler.__call__"}
+    monkeypatch.setattr(f"model_runner.{owners.get(at, 'sampler.Drawn.result')}", fail)
+    driver = Driver(worker, 64, 8)
+    expected = torch.AcceleratorError if answers else WorkersDiedError
+    message = r"^cpu is lost: CUDA error: an illegal memory access was encountered$"
+    with pytest.raises(expected, match=None if answers else message):
+        driver.run([driver.add([5, 6, 7], 4)])
 
 
 def test_a_step_without_draws_returns_none(directory: Path):
