@@ -93,10 +93,10 @@ class ModelRunner:
     @torch.inference_mode()
     def _allocate(self) -> None:
         """Takes the memory that is left: for the KV cache and graphs."""
-        cache = self._config.cache
-        if self._policy.memory is not None and not (cache.num_kv_blocks or cache.kv_cache_memory):
+        if self._policy.memory is not None:
+            # Also where its size is given: kernels that are compiled here do not keep the first request waiting.
             self._size = fit_cache(self._config, self._spec, self._policy, self._measure(self._policy.memory))
-        self._kv_caches = allocate_cache(self._size.num_blocks, self._spec, self._policy, cache.block_size)
+        self._kv_caches = allocate_cache(self._size.num_blocks, self._spec, self._policy, self._batch.block_size)
         self._graphs = self._make_graphs()
         if self._graphs is not None:
             self._graphs.capture()
