@@ -48,16 +48,19 @@ constexpr int PARTITION = 512;
 constexpr int TILE_ROWS = 48;
 // Below so many pairs of a query's and a key's dimension, waking threads that sleep costs more than it saves.
 constexpr int64_t PARALLEL_PAIRS = 1 << 20;
+// How far ahead of the sums values are fetched, blocks.
+constexpr int BLOCKS_AHEAD = 4;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 // Most accumulators of a kernel, rows x vectors, that leave registers for the operands.
 constexpr int MAX_ROWS = 6;
 constexpr int max_vectors(int rows) { return NUM_REGISTERS == 32 || rows <= 3 ? 4 : 2; }
 
-// scores[m][v * W + lane] = sum over d of query[m][d] * keys[v][d * key_stride + lane]
+// scores[m][v * W + lane] = sum over d of query[m][d] * keys[v][d * key_stride + lane]. What lies at `ahead` (or nothing)
+// is fetched meanwhile, as much as the keys are.
 template <class T, int W, int ROWS, int VECTORS>
 void score_kernel(const float* query, int head_dim, const T* const* keys, int key_stride, float* scores,
-                  int score_stride) {
+                  int score_stride, const T* const* ahead) {
   using S = Simd<W>;
   typename S::F sums[ROWS][VECTORS];
 #pragma GCC unroll 8
@@ -68,6 +71,9 @@ void score_kernel(const float* query, int head_dim, const T* const* keys, int ke
     typename S::F key[VECTORS];
 #pragma GCC unroll 8
     for (int v = 0; v < VECTORS; v++) key[v] = S::load(keys[v] + (int64_t)d * key_stride);
+    if (ahead)
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) __builtin_prefetch(ahead[v] + (int64_t)d * key_stride);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 8
@@ -93,7 +99,10 @@ void value_kernel(const float* weights, int weight_stride, const T* const* block
   for (int j = begin; j < end;) {
     const int block = j / block_size, stop = std::min(end, (block + 1) * block_size);
     const T* value = blocks[block] + (int64_t)(j - block * block_size) * head_dim + column;
+    const int64_t ahead = blocks[std::min(block + BLOCKS_AHEAD, (end - 1) / block_size)] - blocks[block];
     for (; j < stop; j++, value += head_dim) {
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) __builtin_prefetch(value + ahead + v * W);
       typename S::F vector[VECTORS];
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) vector[v] = S::load(value + v * W);
@@ -135,7 +144,7 @@ struct Scratch {
     for (auto* v : {&query, &partial, &output}) v->resize(std::max(v->size(), cells));
     for (auto* v : {&partial_max, &partial_sum, &running_max, &running_sum}) v->resize(std::max(v->size(), (size_t)rows));
     scores.resize(std::max(scores.size(), (size_t)rows * partition));
-    key_vectors.resize(std::max(key_vectors.size(), (size_t)partition));
+    key_vectors.resize(std::max(key_vectors.size(), (size_t)partition + max_vectors(1)));
     value_blocks.resize(std::max(value_blocks.size(), (size_t)(partition / block_size)));
   }
 };
@@ -242,6 +251,10 @@ class TileAttention {
       scratch_.key_vectors[v] = (const T*)args_.key_cache + cell + lane;
       scratch_.value_blocks[block] = (const T*)args_.value_cache + cell;
     }
+    // Behind the last keys come the first values.
+    const int first_block = first_vector * W / block_size, last_block = (end_vector * W - 1) / block_size;
+    for (int i = 0; i < max_vectors(1); i++)
+      scratch_.key_vectors[end_vector + i] = scratch_.value_blocks[std::min(first_block + i, last_block)];
   }
 
   // A few vectors of keys at a time, so that they stay in the nearest cache for all rows.
@@ -255,7 +268,7 @@ class TileAttention {
           const bool single = group_end - v < max_vectors(rows);
           SCORE_KERNELS<T, W>[single][rows - 1](&scratch_.query[(size_t)m * head_dim_], head_dim_, keys + v,
                                                 args_.block_size, &scratch_.scores[(size_t)m * partition_ + v * W],
-                                                partition_);
+                                                partition_, m ? nullptr : keys + v + (group_end - group));
           v += single ? 1 : max_vectors(rows);
         }
       }
