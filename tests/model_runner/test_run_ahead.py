@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from core_proc.request import Request
+    from kernels.ops import Ops
     from protos.step import WorkerInfo
 
     MakeEngine = Callable[..., Engine]
@@ -35,18 +37,21 @@ MAX_TOKENS = 24
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("shape")
-    save_shape(path, vocab_size=VOCAB_SIZE)
+    save_shape(path, vocab_size=VOCAB_SIZE, num_hidden_layers=2)
     return path
 
 
 class OneWorker:
-    """A runner; if the test says so on a device with memory of its own, with graphs."""
+    """A runner; if the test says so on a device with memory of its own, with graphs, and with `ops`."""
 
-    def __init__(self, directory: Path, config: EngineConfig, like_gpu: bool) -> None:
+    def __init__(self, directory: Path, config: EngineConfig, like_gpu: bool, ops: Ops | None) -> None:
         self._directory = directory
 
         def change(policy: Any) -> Any:
-            return replace(apart(policy), graphs=RecordingBackend) if like_gpu else policy
+            if not like_gpu:
+                return policy
+            # The interpreter takes seconds for all sizes.
+            return replace(apart(policy), ops=ops or policy.ops, graphs=lambda: RecordingBackend(ops is None))
 
         self._runner = make_runner(directory, config, change=change)
         self.execute, self.sample = self._runner.execute, self._runner.sample
@@ -59,8 +64,8 @@ class OneWorker:
 def make(directory: Path) -> Iterator[MakeEngine]:
     started: list[Engine] = []
 
-    def make(depth: int, like_gpu: bool = False) -> Engine:
-        started.append(make_engine(directory, depth, like_gpu))
+    def make(depth: int, like_gpu: bool = False, ops: Ops | None = None) -> Engine:
+        started.append(make_engine(directory, depth, like_gpu, ops))
         return started[-1]
 
     yield make
@@ -68,7 +73,7 @@ def make(directory: Path) -> Iterator[MakeEngine]:
         engine.core.shutdown()
 
 
-def make_engine(directory: Path, depth: int, like_gpu: bool = False) -> Engine:
+def make_engine(directory: Path, depth: int, like_gpu: bool = False, ops: Ops | None = None) -> Engine:
     config = build(
         EngineConfig,
         model=str(directory),
@@ -82,7 +87,7 @@ def make_engine(directory: Path, depth: int, like_gpu: bool = False) -> Engine:
         max_model_len=128,
         max_steps_in_flight=depth,
     )
-    return Engine(directory, config, executor=WatchedExecutor(config, OneWorker(directory, config, like_gpu)))
+    return Engine(directory, config, executor=WatchedExecutor(config, OneWorker(directory, config, like_gpu, ops)))
 
 
 def add(engine: Engine, number: int) -> int:
@@ -161,6 +166,23 @@ def test_25_27_tokens_come_once_and_in_order_whatever_befalls_the_others(
             assert engine.ends[handle] is FinishReason.ABORTED
         else:
             assert tokens == expected[handle]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="its kernels are Triton's")
+def test_25_with_the_kernels_of_gpus_too(make: MakeEngine, expected: list[list[int]]):
+    """In the interpreter: one of them starts when another decodes, and one is preempted with a step in flight."""
+    from tests.kernels.interpreted import Gpu, cuda_ops
+
+    engine = make(2, True, cuda_ops(Gpu(capability=90, num_sms=4)))
+    first = add(engine, 2)
+    while len(engine.tokens[first]) < 2:
+        engine.step()
+    second = add(engine, 1)
+    engine.scheduler.table.preempt(running(engine)[0])
+    while len(engine.tokens[second]) < 3:
+        engine.step()
+    assert engine.tokens == {first: expected[2][: len(engine.tokens[first])], second: expected[1][:3]}
+    assert len(engine.tokens[first]) > 2
 
 
 def test_26_no_step_is_issued_for_a_request_that_is_certain_to_end(make: MakeEngine, expected: list[list[int]]):
