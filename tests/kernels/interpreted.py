@@ -34,6 +34,29 @@ def _patch_tensors_for_numpy(tensor: Any, scope: Any) -> None:
 
 interpreter._patch_lang_tensor = _patch_tensors_for_numpy
 
+_convert_float = interpreter._convert_float
+_FLOATS = {
+    tl.float32: torch.float32,
+    tl.float16: torch.float16,
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}
+_BITS = {1: (np.uint8, torch.uint8), 2: (np.uint16, torch.uint16), 4: (np.uint32, torch.uint32)}
+
+
+def _convert(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """Bits of one type of float as those of another. The interpreter's own cuts bfloat16 off instead of rounding, and
+    loses the carry of a mantissa that is rounded up, small numbers and NaN on the way to float8."""
+    if not {source, target} <= _FLOATS.keys():
+        return _convert_float(data, source, target, rounding)
+    old, new = _FLOATS[source], _FLOATS[target]
+    bits = np.ascontiguousarray(data).view(_BITS[old.itemsize][0])
+    converted = torch.from_numpy(bits).view(old).to(new)
+    return converted.view(_BITS[new.itemsize][1]).numpy()
+
+
+interpreter._convert_float = _convert
+
 
 def _dot(self: Any, a: Any, b: Any, accumulator: Any, *options: Any) -> Any:
     """The interpreter holds bfloat16 as the integers of its bits, and multiplies them as such.

@@ -99,20 +99,35 @@ def test_the_two_in_one_pass(heads: int, kv_heads: int, head_dim: int, pairs: in
     assert_caches_equal(ours, twin, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("key_scale", "value_scale"), [(1.0, 1.0), (2**-7, 4.0)])
+@pytest.mark.parametrize(("key_scale", "value_scale"), [(1.0, 1.0), (0.037, 2.5), (1e-4, 1e3)])
 def test_eight_bits_keep_what_is_divided_by_a_scale(key_scale: float, value_scale: float):
-    """Numbers that 8 bits can hold, for the interpreter rounds others and NaN wrongly, and some that are too large."""
+    """With the last scales keys become the largest number there is, and values the smallest."""
     torch.manual_seed(0)
-    key, value = (torch.randn(40, 3, 64).clamp(0.1).to(FP8).float() for _ in range(2))
-    value[3, 1, 5], key[:7] = torch.inf, -1e6
+    key, value = (torch.randn(40, 3, 64).bfloat16() for _ in range(2))
+    value[3, 1, 5] = torch.inf
     slots = make_slots(40, 16)
     ours, twin = (caches(ops, 3, 64, 16, FP8) for ops in (OPS, TWIN))
-    for ops, cache in ((OPS, ours), (TWIN, twin)):
-        ops.write_kv(
-            (key * key_scale).bfloat16(), (value * value_scale).bfloat16(), *cache, slots, key_scale, value_scale
-        )
+    OPS.write_kv(key, value, *ours, slots, key_scale, value_scale)
+    TWIN.write_kv(key, value, *twin, slots, key_scale, value_scale)
     assert_caches_equal(ours, twin)
-    assert ours[0].float().abs().max() == 448
+
+
+def test_eight_bits_of_turned_keys():
+    """They are rounded to the type of keys first, as if they had been turned in place."""
+    torch.manual_seed(0)
+    merged, angles = make_merged(30, 4, 2, 64, torch.bfloat16), torch.randn(30, 32)
+    slots, expected = make_slots(30, 16), merged.clone()
+    ours, twin = (caches(ops, 2, 64, 16, FP8) for ops in (OPS, TWIN))
+    OPS.rotate_and_write(merged, 2, angles.cos(), angles.sin(), *ours, slots, 0.5, 0.5)
+    TWIN.rotate_and_write(expected, 2, angles.cos(), angles.sin(), *twin, slots, 0.5, 0.5)
+    assert_caches_equal(ours, twin, 0.125)
+
+
+def test_nan_is_not_hidden_in_eight_bits():
+    key = torch.full((1, 1, 16), torch.nan)
+    cache = caches(OPS, 1, 16, 16, FP8)
+    OPS.write_kv(key, key, *cache, torch.tensor([3]))
+    assert cache[0].float().isnan().sum() == cache[1].float().isnan().sum() == 16
 
 
 def test_no_tokens_are_no_launch(monkeypatch: pytest.MonkeyPatch):
