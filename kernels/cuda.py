@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 8
 """Numbers of 16 bits that rows of a grouped product must be a multiple of."""
+FP8_CAPABILITY = 89
+"""From here on GPUs convert numbers of this type themselves."""
 
 
 class CudaOps(TritonStep, TritonAttention, TritonCache, TritonNorm, TritonActivation, TritonEdits, TritonSampling):
@@ -31,6 +33,7 @@ class CudaOps(TritonStep, TritonAttention, TritonCache, TritonNorm, TritonActiva
     def __init__(self, gpu: Gpu, batch_invariant: bool = False) -> None:
         """batch_invariant: what a row gets does not depend on the rows beside it, at the price of some speed."""
         self.gpu, self.batch_invariant = gpu, batch_invariant
+        self.takes_fp8_cache = gpu.capability >= FP8_CAPABILITY
 
     def grouped_matmul(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """In one launch: the ends of segments stay on the device, and the host need not wait for them."""

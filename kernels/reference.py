@@ -26,6 +26,8 @@ FP8 = torch.float8_e4m3fn
 class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
     """Runs on any device; written to be read, not to be fast."""
 
+    takes_fp8_cache = False
+    """Whether attention to a KV cache of FP8 is fast."""
     keeps_integers = False
     """Whether quantised products are faster than products with the same weights as floats."""
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kernels.ops import make_ops
+from kernels.reference import FP8
 from model_runner.graph_backend import CudaGraphs
 from model_runner.host_copy import CudaCopier, copy_here
 from model_runner.memory import CudaMemory
@@ -50,6 +51,8 @@ class DevicePolicy:
     """Bytes of the host's that the KV cache takes at most by itself."""
     chunk_cells: int
     """Numbers to take through a chain of elementwise operations at a time: on a CPU, what its cache holds."""
+    cache_dtype: torch.dtype | None = None
+    """Of keys and values in the KV cache; None is the type of all else."""
     workers: Workers = field(default_factory=Workers)
     keeps_integers: bool = False
     """Linear layers compute with the integers that a checkpoint has, instead of turning them into floats."""
@@ -122,6 +125,7 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         max_steps_in_flight=1 if on_cpu else 2,
         cache_limit=CPU_CACHE_LIMIT // place.local_size if on_cpu else None,
         chunk_cells=1 << 18 if on_cpu else 1 << 26,
+        cache_dtype=_cache_dtype(config, ops),
         workers=make_workers(place, device),
         keeps_integers=keeps_integers,
         shares_memory=on_cpu,
@@ -129,6 +133,14 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         memory=None if on_cpu else CudaMemory(device),
         to_host=copy_here if on_cpu else CudaCopier(device),
     )
+
+
+def _cache_dtype(config: EngineConfig, ops: Ops) -> torch.dtype | None:
+    if config.cache.kv_cache_dtype == "auto":
+        return None
+    if not ops.takes_fp8_cache:
+        raise StartupError("--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more")
+    return FP8
 
 
 def _graphs(

@@ -46,7 +46,7 @@ def fit_cache(config: EngineConfig, spec: ModelSpec, policy: DevicePolicy, plan:
         raise StartupError(f"--max-model-len {wanted} is over the model's limit; set it to {limit} or less")
     key_shape, value_shape = _shapes(1, spec, policy, block_size)
     num_layers = len(stage_layers(spec.num_layers, policy.workers.place))
-    block_bytes = num_layers * policy.dtype.itemsize * (math.prod(key_shape) + math.prod(value_shape))
+    block_bytes = num_layers * _dtype(policy).itemsize * (math.prod(key_shape) + math.prod(value_shape))
     num_blocks = config.cache.num_kv_blocks or policy.workers.least(_budget(config, policy, plan) // block_bytes)
     capacity = max(0, num_blocks - 1) * block_size
     if capacity < max(wanted, 1):
@@ -78,13 +78,18 @@ def allocate_cache(num_blocks: int, spec: ModelSpec, policy: DevicePolicy, block
     """Keys and values of each layer of the stage. Not filled: on a CPU, memory that no sequence reaches is never
     resident."""
     key_shape, value_shape = _shapes(num_blocks, spec, policy, block_size)
+    dtype, device = _dtype(policy), policy.device
     return {
         layer: (
-            torch.empty(key_shape, dtype=policy.dtype, device=policy.device),
-            torch.empty(value_shape, dtype=policy.dtype, device=policy.device),
+            torch.empty(key_shape, dtype=dtype, device=device),
+            torch.empty(value_shape, dtype=dtype, device=device),
         )
         for layer in stage_layers(spec.num_layers, policy.workers.place)
     }
+
+
+def _dtype(policy: DevicePolicy) -> torch.dtype:
+    return policy.cache_dtype or policy.dtype
 
 
 def _shapes(

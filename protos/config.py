@@ -29,6 +29,7 @@ SERVICES = ("vllm-engine", "vllm-inference", "kserve")
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
+CacheDType = Literal["auto", "fp8"]
 Graphs = Literal["auto", "off"]
 
 
@@ -89,6 +90,13 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
             "CPU a third of the memory free at start, at most 1024 for all",
         ),
     ] = 0
+    kv_cache_dtype: Annotated[
+        CacheDType,
+        Meta(
+            description="type of the cached keys and values: auto is the model's, fp8 half of 16 bits, on GPUs from "
+            "compute capability 8.9 on"
+        ),
+    ] = "auto"
     num_kv_blocks: Annotated[
         int, Meta(ge=0, le=1 << 28, description="number of KV blocks; 0 derives it from --kv-cache-memory")
     ] = 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.reference import ReferenceOps
+from kernels.reference import FP8, ReferenceOps
 from protos.config import EngineConfig, build
 from protos.messages import Sampling
 from tests.model_runner.apart import apart
@@ -91,6 +91,19 @@ def test_logits_of_a_prompt_in_pieces_and_of_a_token_are_the_reference_s(directo
     ends = [19, 40, 41]
     ours, truth = (chunk_logits(load(directory, change), TOKENS, ends) for change in (as_a_gpu(), as_the_reference))
     torch.testing.assert_close(ours, truth, atol=2e-3, rtol=1e-3)
+
+
+def test_a_cache_of_eight_bits_is_the_reference_s(directory: Path) -> None:
+    """Not that of floats: keys and values are rounded to 3 bits behind the first."""
+    changes: tuple[Change, ...] = (as_a_gpu(), as_the_reference)
+    found = []
+    for change in changes:
+        runner = load(directory, lambda policy, change=change: replace(change(policy), cache_dtype=FP8))
+        assert {cache.dtype for caches in runner._kv_caches.values() for cache in caches} == {FP8}
+        found.append(chunk_logits(runner, TOKENS, [19, 40]))
+    torch.testing.assert_close(*found, atol=2e-2, rtol=1e-2)
+    exact = chunk_logits(load(directory, as_the_reference), TOKENS, [19, 40])
+    assert (found[0] - exact).abs().max() > 5e-2
 
 
 def test_a_model_on_a_gpu_draws_what_the_reference_draws(directory: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.reference import ReferenceOps
+from kernels.reference import FP8, ReferenceOps
 from model_runner import device
 from model_runner.device import CPU_CACHE_LIMIT, DevicePolicy, make_device
 from model_runner.kv_cache import allocate_cache, fit_cache
@@ -156,3 +156,15 @@ def test_free_memory_is_the_least_of_machine_and_control_group(tmp_path: Path, m
     assert policy.free_memory() == 590000
     files.clear()
     assert policy.free_memory() > 100 * MIB
+
+
+def test_a_cache_of_eight_bits_holds_four_times_as_much_as_one_of_32():
+    policy = replace(POLICY, cache_dtype=FP8)
+    assert fit(policy, kv_cache_memory=4)[0] == 4 * fit(kv_cache_memory=4)[0]
+    caches = allocate_cache(3, SPEC, policy, 16)
+    assert {cache.dtype for pair in caches.values() for cache in pair} == {FP8}
+
+
+def test_a_cache_of_eight_bits_is_refused_where_it_would_be_slow():
+    with pytest.raises(StartupError, match=r"^--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more$"):
+        make_device(build(EngineConfig, device="cpu", kv_cache_dtype="fp8"), SPEC, Path("model"))
