@@ -56,6 +56,8 @@ class DevicePolicy:
     workers: Workers = field(default_factory=Workers)
     keeps_integers: bool = False
     """Linear layers compute with the integers that a checkpoint has, instead of turning them into floats."""
+    activation_bits: int = 16
+    """Of what these integers are multiplied with."""
     shares_memory: bool = True
     """The device computes on the host's memory: what numpy writes there, tensors see."""
     graphs: Callable[[], GraphBackend] | None = None
@@ -128,6 +130,7 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         cache_dtype=_cache_dtype(config, ops),
         workers=make_workers(place, device),
         keeps_integers=keeps_integers,
+        activation_bits=int(config.model.activation_bits),
         shares_memory=on_cpu,
         graphs=_graphs(config, place, device, ops if keeps_integers else None),
         memory=None if on_cpu else CudaMemory(device),

@@ -28,7 +28,7 @@ class Matrix:
     """
 
     def __init__(self, row_counts: list[int], columns: int, policy: DevicePolicy) -> None:
-        self._ops = policy.ops
+        self._ops, self._activation_bits = policy.ops, policy.activation_bits
         self._ends = list(accumulate(row_counts))
         self._kept = [Kept(count, columns) for count in row_counts] if policy.keeps_integers else []
         self._products: list[tuple[slice, Product]] = []
@@ -77,8 +77,10 @@ class Matrix:
             kept = list(group)
             rows = slice(first, first := first + sum(part.shape[0] for part in kept))
             weights = _joined([part.weights for part in kept])
-            is_quantised = isinstance(weights, QuantisedMatrix)
-            self._products.append((rows, self._ops.quantised_product(weights) if is_quantised else _product(weights)))
+            if isinstance(weights, QuantisedMatrix):
+                self._products.append((rows, self._ops.quantised_product(weights, self._activation_bits)))
+            else:
+                self._products.append((rows, _product(weights)))
             if len(kept) > 1:
                 for part in kept:
                     part.weights = None

@@ -54,6 +54,15 @@ def test_logits_are_those_of_the_same_weights_as_floats(architecture: str, tmp_p
         assert torch.equal(chunk_logits(load_tiny(path, dtype="auto"), TOKENS, [99])[0], ours[-1])
 
 
+def test_eight_bits_are_coarser_and_as_exact_in_any_chunk(tmp_path: Path):
+    path = write(tmp_path, "LlamaForCausalLM", "Q4_1")
+    exact = chunk_logits(load_tiny(path), TOKENS, ENDS)
+    ours, coarse = (chunk_logits(load_tiny(path, dtype="auto", activation_bits=b), TOKENS, ENDS) for b in ("16", "8"))
+    assert 30 * (ours - exact).abs().max() < (coarse - exact).abs().max() < 0.2 * exact.abs().max()
+    whole = chunk_logits(load_tiny(path, dtype="auto", activation_bits="8"), TOKENS, [99])
+    assert torch.equal(whole[0], coarse[-1])
+
+
 def test_only_what_the_device_computes_fastest_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = write(tmp_path, "LlamaForCausalLM", "Q8_0")
     assert kept_weights(load_tiny(path, dtype="auto"))
