@@ -39,6 +39,10 @@ class StepBudget:
 
     def deal(self, todo: Int32s, starts: Int32s) -> Int32s:
         """How many of their tokens the running rows compute, first served first; `todo` may change."""
+        total = int(todo.sum())
+        if self._times is None and total <= min(self._most, self.tokens):
+            self.tokens -= total  # nothing to cut: so it is when all rows decode
+            return todo
         if self._times is None:
             np.minimum(todo, self._most, out=todo)
         else:

@@ -352,8 +352,9 @@ class Scheduler:
             self._shares.returned()
         self.kv_cache.step_returned(step.output.step_id)
         # One token of each row is not prefill, or not enough to matter.
-        seconds = self._pace.step_returned(step.output.num_tokens - len(step.output.rows), step.scheduled_time, now)
-        self._chunks.times.learn(step.output, seconds)
+        num_prompt_tokens = step.output.num_tokens - len(step.output.rows)
+        seconds = self._pace.step_returned(num_prompt_tokens, step.scheduled_time, now)
+        self._chunks.times.learn(step.output, num_prompt_tokens, seconds)
         self._intake.take(step, output, now)
         if self._suspects.is_trial(step):
             self._suspects.clear(step)

@@ -27,26 +27,30 @@ class StepTime:
 
     FADE = 0.9
     """What the steps so far count for, of each kind, when one more is seen."""
+    EVERY = (4, 1)
+    """Of steps without prompts, and with some, one in so many is looked at: the former are many, and alike."""
     RIDGE = 1e-4
     """Keeps what no step has told yet small."""
 
     def __init__(self) -> None:
         self._squares: Floats = np.zeros((2, 4, 4))
         self._sums: Floats = np.zeros((2, 4))
+        self._num_seen = [-1, -1]
         self._costs: tuple[float, float, float, float] | None = (0.0, 0.0, 0.0, 0.0)
 
     def __repr__(self) -> str:
         fixed, draw, token, cell = (1e6 * cost for cost in self.costs)
         return f"StepTime({fixed:.0f} + {draw:.1f} rows + {token:.1f} tokens + {cell:.5f} cells, µs)"
 
-    def learn(self, step: SchedulerOutput, seconds: float) -> None:
-        """A step took so long."""
-        if seconds <= 0:
+    def learn(self, step: SchedulerOutput, num_prompt_tokens: int, seconds: float) -> None:
+        """A step, with so many tokens that were not the only one of their row, took so long."""
+        kind = int(num_prompt_tokens > 0)
+        self._num_seen[kind] += 1
+        if seconds <= 0 or self._num_seen[kind] % self.EVERY[kind]:
             return
         counts = step.counts.astype(np.float64)
         cells = float(counts @ step.starts) + float(counts @ counts) / 2
         num_rows, num_tokens = float(np.count_nonzero(step.samples)), float(counts.sum())
-        kind = int(num_tokens > len(counts))
         parts = np.array([1.0, num_rows, num_tokens, cells]) / (_UNITS * seconds)
         self._squares[kind] = self.FADE * self._squares[kind] + np.outer(parts, parts)
         self._sums[kind] = self.FADE * self._sums[kind] + parts

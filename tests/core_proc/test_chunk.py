@@ -11,7 +11,7 @@ import pytest
 from core_proc.chunk import Chunks
 from protos.config import SchedulerOptions
 from tests.core_proc.plant import Plant, Visit
-from tests.core_proc.test_step_time import step
+from tests.core_proc.test_step_time import learn, step
 
 if TYPE_CHECKING:
     from protos.step import SchedulerOutput
@@ -109,7 +109,7 @@ def test_in_a_pipeline_a_gap_is_that_of_a_round_of_steps() -> None:
     sizes = []
     for steps_per_token in (1, 4):
         chunks = Chunks(options, steps_per_token)
-        chunks.times.learn(step([512], [0], [True]), 0.512)
+        learn(chunks.times, step([512], [0], [True]), 0.512)
         todo, starts = np.array([1, 5000], np.int32), np.array([10, 0], np.int32)
         counts = chunks.budget(todo, starts, np.zeros(2, np.bool_), 0).deal(todo, starts)
         sizes.append(int(counts[1]))
@@ -118,7 +118,7 @@ def test_in_a_pipeline_a_gap_is_that_of_a_round_of_steps() -> None:
 
 def test_a_row_that_waits_for_its_token_counts_as_an_output() -> None:
     chunks = Chunks(SchedulerOptions(max_inter_token_gap=0.1))
-    chunks.times.learn(step([512], [0], [True]), 0.512)
+    learn(chunks.times, step([512], [0], [True]), 0.512)
     todo, starts = np.array([0, 5000], np.int32), np.array([10, 0], np.int32)
     counts = chunks.budget(todo, starts, np.array([True, False]), 0).deal(todo, starts)
     assert counts[1] == pytest.approx(100, rel=0.1)
@@ -127,7 +127,7 @@ def test_a_row_that_waits_for_its_token_counts_as_an_output() -> None:
 def test_what_is_expected_of_a_chunk_is_what_fits() -> None:
     times = Chunks(SchedulerOptions()).times
     assert times.tokens_within(1.0, 0) == math.inf
-    times.learn(step([512], [0], [True]), 0.512)
+    learn(times, step([512], [0], [True]), 0.512)
     for start in (0, 100, 8000):
         tokens = times.tokens_within(0.05, start)
         assert times.added(tokens, start) == pytest.approx(0.05)
