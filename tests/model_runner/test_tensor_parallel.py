@@ -159,15 +159,18 @@ def gguf_logits(workers: Workers | None, path: Path, dtype: str) -> tuple[torch.
 def test_two_workers_read_a_gguf_file_of_quantised_blocks(architecture: str, dtype: str, two: Ranks, tmp_path: Path):
     """Rows are cut between heads, whose halves lie interleaved in some; columns in the middle of a block in others.
 
-    Weights that stay integers take what they are multiplied with in 16 bits.
+    Weights that stay integers take what they are multiplied with in 16 bits, which sums in another order may round to
+    the next: the workers are as near to exact products as one is.
     """
     model = save_tiny(tmp_path, architecture, **FAMILIES[architecture] | {"use_sliding_window": False})
     path = tmp_path / "tiny.gguf"
     write_gguf(path, model, ARCHITECTURES[architecture].gguf_name, "Q8_0")
-    expected, kept_alone = gguf_logits(None, path, dtype)
+    exact, _ = gguf_logits(None, path, "float32")
+    alone, kept_alone = gguf_logits(None, path, dtype)
+    error = max(TOLERANCE**2, 4 * float((alone - exact).square().mean()))
     answers = two.run(gguf_logits, path, dtype)
     for logits, kept in answers:
-        torch.testing.assert_close(logits, expected, atol=TOLERANCE if dtype == "float32" else 5e-3, rtol=0)
+        assert (logits - exact).square().mean() < error
         assert torch.equal(logits, answers[0][0])
         assert bool(kept) == bool(kept_alone)
         # What is cut inside a group of weights with one scale is turned into floats.
