@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from async_engine.async_llm import AsyncLLM
+    from async_engine.profiler import Profiler
     from protos.config import ServerOptions
     from protos.front_ends import Question
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE, MAX_PAGE = 100, 10_000
 MAX_DRAIN_SECONDS = 1e6
+DEFAULT_PROFILE_SECONDS = 5.0
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
@@ -40,11 +42,13 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self,
         llm: AsyncLLM,
         options: ServerOptions,
+        profiler: Profiler,
         drain: Callable[[float], Awaitable[int]],
         ask_others: Callable[[Question], Awaitable[list[Any]]],
     ) -> None:
         self._llm = llm
         self._options = options
+        self._profiler = profiler
         self._drain = drain
         self._ask_others = ask_others
         self._started = time.monotonic()
@@ -113,6 +117,11 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         with watches.open("tokens" if request.token_ids else "blocks", with_all=request.snapshot) as watch:
             while True:
                 await context.write(kv_events_response(await watch.next(), self._llm.ready.block_size))
+
+    async def Profile(self, request: pb.ProfileRequest, context: Any) -> pb.ProfileResponse:
+        limit = from_proto.seconds(request, "duration", "duration")
+        files = await self._profiler.record(DEFAULT_PROFILE_SECONDS if limit is None else limit)
+        return pb.ProfileResponse(files=[pb.ProfileFile(path=file.path, size_bytes=file.size) for file in files])
 
     async def Drain(self, request: pb.DrainRequest, context: Any) -> pb.DrainResponse:
         limit = from_proto.seconds(request, "time_limit", "time_limit")

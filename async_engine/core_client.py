@@ -61,7 +61,7 @@ class CoreClient(asyncio.Protocol):
         self._ready: asyncio.Future[CoreReady] = self._loop.create_future()
         self._outputs: deque[EngineCoreOutputs] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._calls: dict[int, asyncio.Future[list[int]]] = {}
+        self._calls: dict[int, asyncio.Future[ControlReply]] = {}
         self._num_calls = 0
         self._death: TailraceError | None = None
         self._closing = False
@@ -160,11 +160,18 @@ class CoreClient(asyncio.Protocol):
 
     async def call(self, op: ControlOp, argument: int = 0) -> list[int]:
         """Runs a control command between two steps. Raises CoreDiedError if the core ends before it answers."""
+        return (await self._ask(op, argument)).result
+
+    async def stop_profile(self) -> dict[str, bytes]:
+        """Likewise; the files of what the core recorded for us, by their names."""
+        return (await self._ask("stop_profile")).files
+
+    async def _ask(self, op: ControlOp, argument: int = 0) -> ControlReply:
         if self._death is not None:
             raise self._death
         self._num_calls += 1
         call_id = self._num_calls
-        reply: asyncio.Future[list[int]] = self._loop.create_future()
+        reply: asyncio.Future[ControlReply] = self._loop.create_future()
         self._calls[call_id] = reply
         try:
             self.send(Control(call_id, op, argument))
@@ -236,7 +243,7 @@ class CoreClient(asyncio.Protocol):
             case ControlReply():
                 reply = self._calls.get(message.call_id)
                 if reply is not None and not reply.done():
-                    reply.set_result(message.result)
+                    reply.set_result(message)
             case Pong():
                 pass
 

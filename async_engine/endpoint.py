@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,8 @@ def check_files(options: ServerOptions) -> None:
     """Raises StartupError, or InvalidRequestError, if a file that stands before the services is of no use."""
     if options.channelz and not options.admin_listen:
         raise InvalidRequestError("channelz", "needs --admin-listen")
+    if (path := options.profile_dir) and not (Path(path).is_dir() and os.access(path, os.W_OK)):
+        raise InvalidRequestError("profile_dir", f"{path} is no directory that can be written to")
     server_credentials(options)
     for option in TOKENS.values():
         if path := getattr(options, option):

@@ -26,6 +26,7 @@ from async_engine.health import HealthServicer
 from async_engine.load_report import LoadReportInterceptor
 from async_engine.metrics import MergedRegistry, Metrics, MetricsServer, Totals
 from async_engine.model_servicer import ModelServicer
+from async_engine.profiler import Profiler
 from async_engine.request_log import RequestLog
 from async_engine.served_model import digest_model
 from async_engine.servicer import GenerationServicer
@@ -81,6 +82,7 @@ class Server:
         self._health = HealthServicer((*public, ADMIN))
         self._monitor: asyncio.Task[None] | None = None
         self._metrics_server: MetricsServer | None = None
+        self._profiler: Profiler | None = None
         self._load_reports = LoadReportInterceptor() if options.load_reports else None
         self._tracing = _tracing(options)
         observers = [observer for observer in (self._load_reports, self._tracing) if observer is not None]
@@ -138,16 +140,17 @@ class Server:
         self._monitor = asyncio.create_task(self._watch_health(llm), name="health")
 
     def _add_services(self, llm: AsyncLLM) -> None:
+        profiler = self._profiler = Profiler(llm, self._options.profile_dir)
         public = cast("grpc.aio.Server", self._public.late)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(GenerationServicer(llm), public)
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(llm), public)
         for adapter in self._adapters:
-            adapter.add(llm, self._options, public)
+            adapter.add(llm, self._options, profiler, public)
         if self._admin is not None:
             admin = cast("grpc.aio.Server", self._admin.late)
             if self._options.channelz:
                 channelz.add_channelz_servicer(admin)
-            servicer = AdminServicer(llm, self._options, self.drain, self._ask_others)
+            servicer = AdminServicer(llm, self._options, profiler, self.drain, self._ask_others)
             admin_pb2_grpc.add_AdminServiceServicer_to_server(servicer, admin)
         for endpoint in self._endpoints:
             endpoint.late.is_loading = False
@@ -190,6 +193,8 @@ class Server:
             self._monitor.cancel()
             await asyncio.wait([self._monitor])
         self._health.close()
+        if self._profiler is not None:
+            await self._profiler.close()
         if self.others is not None:
             await self.others.close()
         # The handlers of requests that are over have only their last writes left.

@@ -6,6 +6,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
+from core_proc.core_profile import CoreProfile
 from core_proc.kv_cache import KVCache
 from core_proc.scheduler import Scheduler
 from core_proc.shares import StepShares
@@ -59,6 +60,7 @@ class EngineCore:
             shares=StepShares(self._depth) if info.num_stages > 1 else None,
         )
         self._in_flight: deque[tuple[StepInFlight, PendingOutput]] = deque()
+        self.profile = CoreProfile(self._executor)
         self._num_failed = 0
         """Steps since one was carried out."""
         self.vocab_size = info.vocab_size

@@ -188,6 +188,9 @@ class EngineCoreProc:
                 self._grammars = self._grammars or GrammarCompiler(message, self._core.vocab_size)
             case Abort():
                 scheduler.abort(connection.client, message.handles, message.stopped)
+            case Control(op="stop_profile"):
+                files = self._core.profile.stop(connection.client)
+                connection.send(ControlReply(message.call_id, [], files))
             case Control():
                 connection.send(ControlReply(message.call_id, self._control(connection.client, message)))
             case WatchKV():
@@ -206,6 +209,7 @@ class EngineCoreProc:
                     scheduler.abort(connection.client, scheduler.table.handles(connection.client))
                     scheduler.events.forget(connection.client)
                     scheduler.kv_cache.changes.forget(connection.client)
+                    self._core.profile.stop(connection.client)
 
     def _compile(self, request: Request, grammar: GrammarSpec) -> None:
         """The request waits in the queue until its grammar comes back through the inbox."""
@@ -229,6 +233,8 @@ class EngineCoreProc:
                 scheduler.admission = "open"
             case "reset_prefix_cache":
                 return [int(scheduler.reset_prefix_cache(preempt_running=bool(message.argument)))]
+            case "start_profile":
+                return [int(self._core.profile.start(client))]
             case "progress":
                 return scheduler.table.progress(client, message.argument)
         return []

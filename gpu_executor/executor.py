@@ -57,6 +57,14 @@ class Executor(Protocol):
         """Starts drawing the tokens of the step last executed, of grammars' rows among those the mask allows."""
         ...
 
+    def start_profile(self) -> None:
+        """Begins to record what the workers do with their time, in steps executed from now on."""
+        ...
+
+    def stop_profile(self) -> dict[str, bytes]:
+        """Ends that and waits for what was recorded: files by their names. Raises WorkersDiedError."""
+        ...
+
     def shutdown(self) -> None:
         """Ends the workers; idempotent."""
         ...

@@ -124,6 +124,8 @@ class WorkerGroup:
         """By step and worker."""
         self._told_failed: deque[int] = deque(maxlen=64)
         """Steps that the core knows to have failed: a worker of an earlier stage may tell of its part later."""
+        self._profiles: dict[int, dict[str, bytes]] = {}
+        """Of workers that have told."""
         self._failed_at = 0.0
         """When a step failed last on a first worker."""
 
@@ -216,6 +218,18 @@ class WorkerGroup:
             if stall.is_due():
                 self._tell_stall(step_id, stall.seconds)
 
+    def start_profile(self) -> None:
+        self._send(wire.encoder.encode(wire.StartProfile()))
+
+    def stop_profile(self) -> dict[str, bytes]:
+        self._send(wire.encoder.encode(wire.StopProfile()))
+        while len(self._profiles) < self._num_workers:
+            if self._death is not None:
+                raise self._death
+            self._take_in(WATCH_SECONDS)
+        profiles, self._profiles = self._profiles, {}
+        return {f"worker{rank}.{name}": data for rank, files in profiles.items() for name, data in files.items()}
+
     def _send(self, message: bytes) -> int:
         stall = _Stall(self._stall_seconds)
 
@@ -251,6 +265,8 @@ class WorkerGroup:
                     if not failures:
                         self._failed_at = time.monotonic()
                     failures[worker.rank] = error
+                case wire.Profiled(files):
+                    self._profiles[worker.rank] = files
                 case None:
                     raise self._lost(worker)
 

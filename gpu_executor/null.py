@@ -81,6 +81,12 @@ class NullWorker:
         self._step = step
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
 
+    def start_profile(self) -> None:
+        pass
+
+    def stop_profile(self) -> dict[str, bytes]:
+        return {}
+
     def sample(self, mask: GrammarMask | None = None) -> PendingOutput:
         step = self._step
         assert step is not None

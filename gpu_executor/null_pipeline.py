@@ -58,5 +58,11 @@ class NullPipeline:
         if (left := done_at - self._clock()) > 0:
             self._sleep(left)
 
+    def start_profile(self) -> None:
+        pass
+
+    def stop_profile(self) -> dict[str, bytes]:
+        return {}
+
     def shutdown(self) -> None:
         pass

@@ -17,6 +17,7 @@ from gpu_executor.uniproc import SingleWorker
 from protos.config import EngineConfig
 from protos.errors import StartupError
 from protos.place import Place
+from protos.python_profile import PythonProfile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -47,6 +48,8 @@ class StepLoop:
         self._error: Exception | None = None
         self._results: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
         self._sender: threading.Thread | None = None
+        self._sending = threading.Lock()
+        self._profile: PythonProfile | None = None
         if num_steps > 1:
             self._sender = threading.Thread(target=self._send_results, name="results", daemon=True)
             self._sender.start()
@@ -58,6 +61,11 @@ class StepLoop:
                 self._execute(message.step)
             case wire.Sample():
                 self._sample(message)
+            case wire.StartProfile():
+                self._worker.start_profile()
+                self._profile = PythonProfile()
+            case wire.StopProfile():
+                self._stop_profile()
             case wire.Stop():
                 return False
         return True
@@ -67,6 +75,17 @@ class StepLoop:
         if self._sender is not None:
             self._results.put(None)
             self._sender.join()
+
+    def _stop_profile(self) -> None:
+        files = {}
+        if self._profile is not None:
+            files = {"pstats": self._profile.stop()} | self._worker.stop_profile()
+            self._profile = None
+        self._tell(wire.Profiled(files))
+
+    def _tell(self, message: wire.FromWorker) -> None:
+        with self._sending:
+            self._send(message)
 
     def _execute(self, step: SchedulerOutput) -> None:
         self._step, self._error = step, None
@@ -106,10 +125,10 @@ class StepLoop:
             os._exit(1)
         except Exception as error:
             logger.exception("step %d failed", step_id)
-            self._send(wire.StepFailed(step_id, wire.one_line(error)))
+            self._tell(wire.StepFailed(step_id, wire.one_line(error)))
         else:
             if self._is_output:
-                self._send(wire.Drawn(output))
+                self._tell(wire.Drawn(output))
 
 
 class _Failure:

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from protos.place import ONLY
+from protos.python_profile import PythonProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,8 @@ class SingleWorker(Protocol):
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo: ...
     def execute(self, step: SchedulerOutput) -> None: ...
     def sample(self, mask: GrammarMask | None = None) -> PendingOutput: ...
+    def start_profile(self) -> None: ...
+    def stop_profile(self) -> dict[str, bytes]: ...
 
 
 def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...], place: Place = ONLY) -> SingleWorker:
@@ -57,6 +60,8 @@ class UniprocExecutor:
         self._worker = worker or make_worker(config, eos_token_ids)
         self._thread: ThreadPoolExecutor | None = None
         self._forward: Future[None] | None = None
+        self._profile: PythonProfile | None = None
+        """Of the thread, while it is recorded."""
 
     def start(self, report: Callable[[int, int], None], died: Callable[[WorkersDiedError], None]) -> WorkerInfo:
         info = self._worker.load(report)
@@ -86,6 +91,24 @@ class UniprocExecutor:
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def start_profile(self) -> None:
+        def start() -> None:
+            self._worker.start_profile()
+            if self._thread is not None:  # else it is the core's own
+                self._profile = PythonProfile()
+
+        self._submit(start).result()
+
+    def stop_profile(self) -> dict[str, bytes]:
+        def stop() -> dict[str, bytes]:
+            files = {}
+            if self._profile is not None:
+                files["worker0.pstats"] = self._profile.stop()
+                self._profile = None
+            return files | {f"worker0.{name}": data for name, data in self._worker.stop_profile().items()}
+
+        return self._submit(stop).result()
 
     def shutdown(self) -> None:
         if self._thread is not None:

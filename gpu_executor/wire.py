@@ -45,6 +45,14 @@ class Sample(msgspec.Struct, frozen=True, tag="sample", array_like=True):
     mask: GrammarMask | None = None
 
 
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile", array_like=True):
+    """Record what you do with your time."""
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile", array_like=True):
+    """Tell what you recorded."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", array_like=True):
     """Leave."""
 
@@ -89,8 +97,14 @@ class StepFailed(msgspec.Struct, frozen=True, tag="step_failed", array_like=True
     """Type and text, in one line."""
 
 
-ToWorker = Execute | Sample | Stop
-FromWorker = Loading | Loaded | LoadFailed | Drawn | StepFailed
+class Profiled(msgspec.Struct, frozen=True, tag="profiled", array_like=True):
+    """What a worker recorded: files by their names."""
+
+    files: dict[str, bytes]
+
+
+ToWorker = Execute | Sample | StartProfile | StopProfile | Stop
+FromWorker = Loading | Loaded | LoadFailed | Drawn | StepFailed | Profiled
 
 
 def one_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from model_runner.models import full_spec
 from model_runner.runner import ModelRunner
 from model_runner.shard import check_sizes
 from model_runner.stage import check_stages
+from model_runner.step_trace import StepTrace
 from model_runner.weights import check_weights
 from protos.errors import StartupError
 from protos.model_files import read_model_spec, resolve_model
@@ -41,6 +42,7 @@ class Worker:
         self._place = place
         self._runner: ModelRunner | None = None
         self._policy: DevicePolicy | None = None
+        self._trace: StepTrace | None = None
 
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo:
         """Finds the model, sizes the cache and reads the weights; `report(done, total)` counts their bytes.
@@ -71,6 +73,8 @@ class Worker:
 
     def execute(self, step: SchedulerOutput) -> None:
         """Runs the forward pass of a step. Raises WorkersDiedError once the device is of no use any more."""
+        if self._trace is not None:
+            self._trace.step_begins()
         try:
             self._loaded().execute(step)
         except torch.AcceleratorError as error:
@@ -90,6 +94,17 @@ class Worker:
             return error
         cause = str(error).partition("\n")[0]
         return WorkersDiedError(f"{self._policy.device} is lost: {cause}")
+
+    def start_profile(self) -> None:
+        """Begins to record what steps do on the device, on their thread."""
+        self._trace = StepTrace()
+
+    def stop_profile(self) -> dict[str, bytes]:
+        """Ends that, on the same thread; files by their names."""
+        if self._trace is None:
+            return {}
+        trace, self._trace = self._trace, None
+        return {"trace.json.gz": trace.finish()}
 
     def _loaded(self) -> ModelRunner:
         assert self._runner is not None, "load comes first"

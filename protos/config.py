@@ -241,6 +241,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             "(for smg), vllm-inference (for vllm-router and dynamo), kserve (for tritonclient); default: none"
         ),
     ] = ""
+    profile_dir: Annotated[
+        str,
+        Meta(description="DIR that profiles are written to, when operators ask for one; default: there are none"),
+    ] = ""
     kv_events: Annotated[
         bool,
         Meta(

@@ -65,6 +65,13 @@ class BusyError(TailraceError):
     reason = "BUSY"
 
 
+class WrongStateError(TailraceError):
+    """What is asked for is not possible as the server is, or as it was started."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "WRONG_STATE"
+
+
 class OverloadedError(TailraceError):
     """The server cannot take the request now. `retry_after` is in seconds."""
 

@@ -164,7 +164,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     """They are complete, by a stop string, rather than given up."""
 
 
-ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress"]
+ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress", "start_profile", "stop_profile"]
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
@@ -172,6 +172,8 @@ class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
 
     pause: admit nothing more, finish what runs. freeze: schedule nothing. resume: undo both.
     reset_prefix_cache: forget all cached blocks; answers [0] while one is in use, else [1].
+    start_profile: record what core and workers do with their time; answers [0] if that is done already, else [1].
+    stop_profile: the files of what was recorded for this front end.
     progress: of the request `argument`: [requests ahead in the queue, prompt tokens computed].
     """
 
@@ -324,6 +326,8 @@ class ControlReply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
 
     call_id: int
     result: list[int]
+    files: dict[str, bytes] = {}
+    """By name."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong", array_like=True):

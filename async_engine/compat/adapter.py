@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.input_processor import Accepted
+    from async_engine.profiler import Profiler
     from async_engine.request import GenerationRequest
     from protos.config import ServerOptions
 
@@ -35,7 +36,7 @@ class Adapter:
 
     names: tuple[str, ...]
     """Of the gRPC services it brings; health lists them."""
-    add: Callable[[AsyncLLM, ServerOptions, grpc.aio.Server], None]
+    add: Callable[[AsyncLLM, ServerOptions, Profiler, grpc.aio.Server], None]
 
 
 async def abort(llm: AsyncLLM, request_ids: Iterable[str]) -> None:

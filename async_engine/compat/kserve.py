@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import grpc
 
     from async_engine.async_llm import AsyncLLM
+    from async_engine.profiler import Profiler
     from protos.config import ServerOptions
 
 MAX_ANSWERS = 1024
@@ -195,7 +196,7 @@ class KServeServicer(kserve_pb2_grpc.GRPCInferenceServiceServicer):
                 await write(asked.response(texts, is_last=True))
 
 
-def _add(llm: AsyncLLM, options: ServerOptions, server: grpc.aio.Server) -> None:
+def _add(llm: AsyncLLM, options: ServerOptions, profiler: Profiler, server: grpc.aio.Server) -> None:
     kserve_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(KServeServicer(llm, options), server)
 
 

@@ -24,12 +24,13 @@ from async_engine.engine_state import EngineState, engine_state
 from async_engine.from_proto import token_ids
 from async_engine.model_servicer import PIECE_BYTES
 from async_engine.outputs import Delta, PromptLogprobs, Started, Summary
+from async_engine.profiler import MAX_SECONDS, Profiler
 from async_engine.request import GenerationRequest
 from async_engine.results import Whole
 from protos.compat import smg_common_pb2 as common
 from protos.compat import vllm_engine_pb2 as pb
 from protos.compat import vllm_engine_pb2_grpc
-from protos.errors import InvalidRequestError, UnsupportedFeatureError
+from protos.errors import BusyError, InvalidRequestError, UnsupportedFeatureError, WrongStateError
 from protos.messages import FinishReason
 from protos.params import SamplingParams
 
@@ -46,9 +47,10 @@ if TYPE_CHECKING:
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     """The service over an AsyncLLM."""
 
-    def __init__(self, llm: AsyncLLM, options: ServerOptions) -> None:
+    def __init__(self, llm: AsyncLLM, options: ServerOptions, profiler: Profiler) -> None:
         self._llm = llm
         self._options = options
+        self._profiler = profiler
         self._started = time.monotonic()
 
     # Generation -------------------------------------------------------------------------------
@@ -83,6 +85,21 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if not await self._llm.reset_prefix_cache(restart_running=False):
             return common.FlushCacheResponse(message="a block of the prefix cache is in use")
         return common.FlushCacheResponse(success=True)
+
+    async def StartProfile(self, request: common.StartProfileRequest, context: Any) -> common.ProfileResponse:
+        refuse(request, *(field.name for field in request.DESCRIPTOR.fields))
+        try:
+            await self._profiler.start()
+        except (BusyError, WrongStateError) as error:
+            return common.ProfileResponse(message=str(error))
+        return common.ProfileResponse(success=True, message=f"it ends by itself after {MAX_SECONDS:g} s")
+
+    async def StopProfile(self, request: common.StopProfileRequest, context: Any) -> common.ProfileResponse:
+        try:
+            files = await self._profiler.stop()
+        except WrongStateError as error:
+            return common.ProfileResponse(message=str(error))
+        return common.ProfileResponse(success=True, message=", ".join(file.path for file in files))
 
     # Discovery --------------------------------------------------------------------------------
 
@@ -156,8 +173,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         await KvEventStream(self._llm, request.start_sequence_number).write(context, self._options.kv_events)
 
 
-def _add(llm: AsyncLLM, options: ServerOptions, server: grpc.aio.Server) -> None:
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(llm, options), server)
+def _add(llm: AsyncLLM, options: ServerOptions, profiler: Profiler, server: grpc.aio.Server) -> None:
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(llm, options, profiler), server)
 
 
 ADAPTER = Adapter((pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name,), _add)

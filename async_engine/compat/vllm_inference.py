@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from async_engine.input_processor import Accepted
     from async_engine.logprobs import Logprobs
     from async_engine.outputs import SequenceFinish
+    from async_engine.profiler import Profiler
     from protos.config import ServerOptions
     from protos.messages import GrammarSpec
 
@@ -137,7 +138,7 @@ class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
         return control.IsPausedResponse(paused=self._llm.paused)
 
 
-def _add(llm: AsyncLLM, options: ServerOptions, server: grpc.aio.Server) -> None:
+def _add(llm: AsyncLLM, options: ServerOptions, profiler: Profiler, server: grpc.aio.Server) -> None:
     vllm_inference_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(llm), server)
     vllm_control_pb2_grpc.add_ControlServicer_to_server(ControlServicer(llm), server)
 

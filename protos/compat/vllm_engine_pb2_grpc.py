@@ -27,8 +27,7 @@ if _version_not_supported:
 
 
 class VllmEngineStub(object):
-    """A worker of the smg gateway, which has the tokenizer and the chat template. Left out, and so UNIMPLEMENTED: embeddings
-    and profiles.
+    """A worker of the smg gateway, which has the tokenizer and the chat template. Left out, and so UNIMPLEMENTED: embeddings.
     """
 
     def __init__(self, channel):
@@ -51,6 +50,16 @@ class VllmEngineStub(object):
                 '/vllm.grpc.engine.VllmEngine/FlushCache',
                 request_serializer=compat_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=compat_dot_smg__common__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
+        self.StartProfile = channel.unary_unary(
+                '/vllm.grpc.engine.VllmEngine/StartProfile',
+                request_serializer=compat_dot_smg__common__pb2.StartProfileRequest.SerializeToString,
+                response_deserializer=compat_dot_smg__common__pb2.ProfileResponse.FromString,
+                _registered_method=True)
+        self.StopProfile = channel.unary_unary(
+                '/vllm.grpc.engine.VllmEngine/StopProfile',
+                request_serializer=compat_dot_smg__common__pb2.StopProfileRequest.SerializeToString,
+                response_deserializer=compat_dot_smg__common__pb2.ProfileResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/vllm.grpc.engine.VllmEngine/Abort',
@@ -85,8 +94,7 @@ class VllmEngineStub(object):
 
 
 class VllmEngineServicer(object):
-    """A worker of the smg gateway, which has the tokenizer and the chat template. Left out, and so UNIMPLEMENTED: embeddings
-    and profiles.
+    """A worker of the smg gateway, which has the tokenizer and the chat template. Left out, and so UNIMPLEMENTED: embeddings.
     """
 
     def Generate(self, request, context):
@@ -102,6 +110,18 @@ class VllmEngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartProfile(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopProfile(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -161,6 +181,16 @@ def add_VllmEngineServicer_to_server(servicer, server):
                     request_deserializer=compat_dot_smg__common__pb2.FlushCacheRequest.FromString,
                     response_serializer=compat_dot_smg__common__pb2.FlushCacheResponse.SerializeToString,
             ),
+            'StartProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartProfile,
+                    request_deserializer=compat_dot_smg__common__pb2.StartProfileRequest.FromString,
+                    response_serializer=compat_dot_smg__common__pb2.ProfileResponse.SerializeToString,
+            ),
+            'StopProfile': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopProfile,
+                    request_deserializer=compat_dot_smg__common__pb2.StopProfileRequest.FromString,
+                    response_serializer=compat_dot_smg__common__pb2.ProfileResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=compat_dot_vllm__engine__pb2.AbortRequest.FromString,
@@ -200,8 +230,7 @@ def add_VllmEngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VllmEngine(object):
-    """A worker of the smg gateway, which has the tokenizer and the chat template. Left out, and so UNIMPLEMENTED: embeddings
-    and profiles.
+    """A worker of the smg gateway, which has the tokenizer and the chat template. Left out, and so UNIMPLEMENTED: embeddings.
     """
 
     @staticmethod
@@ -275,6 +304,60 @@ class VllmEngine(object):
             '/vllm.grpc.engine.VllmEngine/FlushCache',
             compat_dot_smg__common__pb2.FlushCacheRequest.SerializeToString,
             compat_dot_smg__common__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/StartProfile',
+            compat_dot_smg__common__pb2.StartProfileRequest.SerializeToString,
+            compat_dot_smg__common__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopProfile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vllm.grpc.engine.VllmEngine/StopProfile',
+            compat_dot_smg__common__pb2.StopProfileRequest.SerializeToString,
+            compat_dot_smg__common__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

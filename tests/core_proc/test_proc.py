@@ -241,6 +241,20 @@ def test_front_ends_watch_the_prefix_cache_each_for_itself_and_idle_too() -> Non
         assert told(rig.owner) == []
 
 
+def test_profile_is_recorded_for_one_front_end_until_it_stops_or_leaves() -> None:
+    with running() as rig:
+        goer = rig.join()
+        assert goer.call("start_profile") == [1]
+        assert rig.owner.call("start_profile") == [0]
+        rig.owner.send(Control(7, "stop_profile"))
+        rig.owner.read_until(lambda: ControlReply(7, []) in rig.owner.messages)
+        assert goer.call("start_profile") == [0], "that was another's"
+        goer.socket.shutdown(socket.SHUT_WR)
+        goer.read_to_the_end()
+        rig.owner.messages.clear()
+        assert rig.owner.call("start_profile") == [1]
+
+
 def test_front_end_that_does_not_read_stops_its_own_requests_alone_and_loses_nothing() -> None:
     length = 2_000
     with running() as rig:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from async_engine import cli
@@ -106,9 +107,11 @@ def free_port():
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
     options = ("--admin-listen", "127.0.0.1:0", "--metrics-listen", f"127.0.0.1:{(port := free_port())}")
-    served = Served(*options, "--services", "vllm-engine", "--kv-events")
+    served = Served(
+        *options, "--services", "vllm-engine", "--kv-events", "--profile-dir", str(tmp_path_factory.mktemp("profiles"))
+    )
     served.metrics_url = f"http://127.0.0.1:{port}/metrics"
     yield served
     served.close()
@@ -252,6 +255,16 @@ def test_what_the_prefix_cache_holds_is_told_by_both(server):
         while next(each):
             pass
         each.close()
+
+
+def test_a_profile_is_recorded_for_one_of_them_at_a_time(server):
+    first, other = map(vllm_engine_pb2_grpc.VllmEngineStub, server.channels())
+    start, stop = smg_common_pb2.StartProfileRequest(), smg_common_pb2.StopProfileRequest()
+    assert other.StartProfile(start).success
+    assert first.StartProfile(start).message == "a profile is being recorded by another front end"
+    assert not first.StopProfile(stop).success
+    assert "core0.core.pstats" in other.StopProfile(stop).message
+    assert len(server.admin().Profile(admin_pb2.ProfileRequest(duration=Duration(nanos=10_000_000))).files) == 2
 
 
 def follow_events(channel):

@@ -205,6 +205,26 @@ class CachedBlock(_message.Message):
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, block_hash: _Optional[int] = ..., parent_block_hash: _Optional[int] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("duration",)
+    DURATION_FIELD_NUMBER: _ClassVar[int]
+    duration: _duration_pb2.Duration
+    def __init__(self, duration: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("files",)
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedCompositeFieldContainer[ProfileFile]
+    def __init__(self, files: _Optional[_Iterable[_Union[ProfileFile, _Mapping]]] = ...) -> None: ...
+
+class ProfileFile(_message.Message):
+    __slots__ = ("path", "size_bytes")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    size_bytes: int
+    def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
 class DrainRequest(_message.Message):
     __slots__ = ("time_limit",)
     TIME_LIMIT_FIELD_NUMBER: _ClassVar[int]

@@ -66,6 +66,11 @@ class AdminServiceStub(object):
                 request_serializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsRequest.SerializeToString,
                 response_deserializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/tailrace.v1.AdminService/Profile',
+                request_serializer=tailrace_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tailrace.v1.AdminService/Drain',
                 request_serializer=tailrace_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -121,6 +126,16 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Records for a while what the server does with its time, and writes it to files in
+        `--profile-dir`. It is slower meanwhile: time in Python counts more than it would.
+        Answers when the files are there. A client that leaves before leaves none. Fails with
+        FAILED_PRECONDITION without that option, and while another profile is recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes the server out of service for good, as SIGTERM does but for ending the
         process: health turns NOT_SERVING, new requests are refused, live ones may
@@ -162,6 +177,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchKvEvents,
                     request_deserializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsRequest.FromString,
                     response_serializer=tailrace_dot_v1_dot_admin__pb2.WatchKvEventsResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=tailrace_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -333,6 +353,33 @@ class AdminService(object):
             '/tailrace.v1.AdminService/WatchKvEvents',
             tailrace_dot_v1_dot_admin__pb2.WatchKvEventsRequest.SerializeToString,
             tailrace_dot_v1_dot_admin__pb2.WatchKvEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailrace.v1.AdminService/Profile',
+            tailrace_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
+            tailrace_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,
