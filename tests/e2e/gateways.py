@@ -38,10 +38,15 @@ def free_port() -> int:
 
 
 class Worker:
-    """A server of scripted tokens, 2 ms a step, and its operators' service."""
+    """A server, of scripted tokens, 2 ms a step, unless told, and its operators' service."""
 
-    def __init__(self, *arguments: str, address: str = "127.0.0.1:0") -> None:
-        options = ("null", "--null-step-ms", "2", "--served-model-name", MODEL, "--drain-timeout", "0")
+    def __init__(
+        self,
+        *arguments: str,
+        address: str = "127.0.0.1:0",
+        model: tuple[str, ...] = ("null", "--null-step-ms", "2"),
+    ) -> None:
+        options = (*model, "--served-model-name", MODEL, "--drain-timeout", "0")
         self.server = ServerProcess(*options, "--listen", address, "--admin-listen", "127.0.0.1:0", *arguments)
         self.address = self.server.wait_ready().address
         (admin,) = [match[1] for line in self.server.lines if (match := ADMIN.match(line))]
