@@ -5,6 +5,9 @@ probability for top-p. It lies between two keys (a float's bits, ordered as the 
 pass over the row: a pass weighs what is above two of the keys between them, one halfway in keys, which halves the
 interval whatever the logits are, and one halfway in value, which is mostly nearer; and moves to logits that there are.
 So there are at most 32 passes. Weights are float64, as the twin's, and added in one order.
+
+The row is read twice: for its largest logit, and for the candidates, those that are not far below it, which are kept
+together. The search passes over candidates alone, unless there are too few of them or they weigh too little.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 BLOCK = 2048
 """Logits that a program reads at a time."""
 NUM_WARPS = 16
+REACH: tl.constexpr = tl.constexpr(12.0)
+"""How far below the largest logit candidates are: of a token there the probability is 6e-6 of the likeliest one's."""
 LOWEST: tl.constexpr = tl.constexpr(-2139095041)
 """The key of -inf."""
 
@@ -28,6 +33,7 @@ LOWEST: tl.constexpr = tl.constexpr(-2139095041)
 def thresholds(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor, filters: Filters) -> torch.Tensor:
     """[n] float32: of the rows' logits over the temperature, those are kept that are at least the threshold."""
     limits = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+    candidates = torch.empty((len(rows), logits.shape[1]), dtype=torch.float32, device=logits.device)
     thresholds_kernel[(len(rows),)](
         logits,
         rows,
@@ -35,6 +41,7 @@ def thresholds(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tens
         filters.top_k,
         filters.top_p,
         filters.log_min_p,
+        candidates,
         limits,
         logits.shape[1],
         BLOCK=BLOCK,
@@ -47,6 +54,16 @@ def thresholds(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tens
 def scaled_logits(start, token_ids, vocab_size, temperature):
     """Of tokens beyond the vocabulary -inf."""
     return tl.div_rn(tl.load(start + token_ids, mask=token_ids < vocab_size, other=float("-inf")), temperature)
+
+
+@triton.jit
+def _weight_from(start, size, temperature, limit, highest, BLOCK: tl.constexpr):
+    """Of all that is at least the limit."""
+    weights = tl.zeros([BLOCK], tl.float64)
+    for offset in range(0, size, BLOCK):
+        x = scaled_logits(start, offset + tl.arange(0, BLOCK), size, temperature)
+        weights += tl.where(x >= limit, _weights(x, highest, True), 0.0)
+    return tl.sum(weights)
 
 
 @triton.jit
@@ -109,7 +126,9 @@ def _search(start, vocab_size, temperature, highest, low, high, goal, WEIGHTED: 
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "temperatures", "top_k", "top_p", "log_min_p"])
-def thresholds_kernel(logits, rows, temperatures, top_k, top_p, log_min_p, limits, vocab_size, BLOCK: tl.constexpr):
+def thresholds_kernel(
+    logits, rows, temperatures, top_k, top_p, log_min_p, candidates, limits, vocab_size, BLOCK: tl.constexpr
+):
     place = tl.program_id(0)
     count, share, distance = tl.load(top_k + place), tl.load(top_p + place), tl.load(log_min_p + place)
     limit = tl.full([], float("-inf"), tl.float32)
@@ -129,19 +148,34 @@ def thresholds_kernel(logits, rows, temperatures, top_k, top_p, log_min_p, limit
             if limit.to(tl.float64) < wide:
                 limit = _float(_key(limit) + 1)
         high = _key(highest).to(tl.int64)
+        # Where all are -inf, or one is inf, there is nothing to share.
+        finite = tl.where(tl.abs(highest) < float("inf"), highest, 0.0)
+        floor = tl.maximum(limit, finite - REACH)
+        own = candidates + place.to(tl.int64) * vocab_size
+        num_candidates = tl.full([], 0, tl.int32)
+        below = tl.zeros([BLOCK], tl.float64)
+        for offset in range(0, vocab_size, BLOCK):
+            x = scaled_logits(start, offset + column, vocab_size, temperature)
+            is_candidate = (x >= floor).to(tl.int32)
+            tl.store(own + num_candidates + tl.cumsum(is_candidate) - 1, x, mask=is_candidate > 0)
+            num_candidates += tl.sum(is_candidate)
+            below += tl.where((x >= limit) & (x < floor), _weights(x, finite, True), 0.0)
+        # They are read by other threads than those that wrote them.
+        tl.debug_barrier()
+        rest = tl.sum(below)
+        source, size, scale = own, num_candidates, tl.full([], 1.0, tl.float32)
         if counts:
+            if num_candidates < count:
+                source, size, scale = start, vocab_size, temperature
             low = tl.full([], LOWEST - 1, tl.int64)
-            goal = count.to(tl.float64)
-            last = _search(start, vocab_size, temperature, highest, low, high, goal, False, BLOCK)
+            last = _search(source, size, scale, finite, low, high, count.to(tl.float64), False, BLOCK)
             limit = tl.maximum(limit, _float(last))
         if share < 1:
-            # Where all are -inf, or one is inf, there is nothing to share.
-            highest = tl.where(tl.abs(highest) < float("inf"), highest, 0.0)
-            weights = tl.zeros([BLOCK], tl.float64)
-            for offset in range(0, vocab_size, BLOCK):
-                x = scaled_logits(start, offset + column, vocab_size, temperature)
-                weights += tl.where(x >= limit, _weights(x, highest, True), 0.0)
+            weight = _weight_from(source, size, scale, limit, finite, BLOCK)
+            goal = share * (weight if counts else weight + rest)
+            if weight < goal:
+                source, size, scale = start, vocab_size, temperature
             low = _key(limit).to(tl.int64) - 1
-            last = _search(start, vocab_size, temperature, highest, low, high, share * tl.sum(weights), True, BLOCK)
+            last = _search(source, size, scale, finite, low, high, goal, True, BLOCK)
             limit = tl.maximum(limit, _float(last))
     tl.store(limits + place, limit)

@@ -42,6 +42,7 @@ FILTERS = [
     *((0, top_p, 0.0) for top_p in (1e-6, 0.3, 0.999)),
     *((0, 1.0, min_p) for min_p in (0.0, 0.02, 1.0)),
     *((top_k, top_p, min_p) for top_k in (3, 700) for top_p in (0.5, 0.95) for min_p in (1e-4, 0.2)),
+    (700, 0.999, 0.0),
 ]
 
 
@@ -142,6 +143,12 @@ def with_minus_infinity(logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+def with_one_far_above(logits: torch.Tensor) -> torch.Tensor:
+    """So far that of what top-p keeps some lies out of its reach."""
+    logits[:, 700] = 13.0
+    return logits
+
+
 LOGITS = {
     "random": lambda size: torch.randn(size) * 3,
     "flat": lambda size: torch.randn(size) * 0.01,
@@ -150,6 +157,7 @@ LOGITS = {
         (torch.randn(size) * 2).round() / 2 * torch.tensor([1.0, -1.0]).repeat(size[1])[: size[1]]
     ),
     "equal": torch.zeros,
+    "one far above": lambda size: with_one_far_above(torch.randn(size) * 0.1),
     "ruled out": lambda size: with_minus_infinity(torch.randn(size) * 3),
 }
 
