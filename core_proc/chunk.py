@@ -91,9 +91,13 @@ class Chunks:
         self._most = options.long_prefill_threshold or max(1, self.max_tokens // 4)
         self._gap = options.max_inter_token_gap / steps_per_token
 
-    def budget(self, todo: Int32s, starts: Int32s, waits: Bools, num_waiting: int) -> StepBudget:
+    def budget(
+        self, todo: Int32s, starts: Int32s, waits: Bools, num_waiting: int, is_trial: bool = False
+    ) -> StepBudget:
         """Of a step, before anything is chosen: `todo` is tokens to compute of each running row, `starts` those it has
         computed, and `waits` whether it waits for one that is in flight; `num_waiting` prompts may be admitted."""
+        if is_trial:  # it is not to take long, whoever is in it
+            return StepBudget(self.max_tokens, self._most)
         num_busy = np.count_nonzero(todo)
         num_prompts = num_waiting + (int(np.count_nonzero(todo > 1)) if num_busy else 0)
         if num_busy + num_waiting <= 1 and not waits.any():
@@ -108,7 +112,3 @@ class Chunks:
             gap = self._gap or self.GAP_STEPS * usual
             budget.keep(self.times, gap - usual, min(self.SHARERS, num_prompts), self.FEWEST)
         return budget
-
-    def trial_budget(self) -> StepBudget:
-        """Of a step that is not to take long, whoever is in it."""
-        return StepBudget(self.max_tokens, self._most)

@@ -10,6 +10,7 @@ scheduled meanwhile; intake.py takes in what it drew.
 
 from __future__ import annotations
 
+import copy
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -207,6 +208,7 @@ class Scheduler:
         blocks were too few for one of them."""
         scarce = False
         columns = self._rows
+        whole: StepBudget | None = None
         while True:
             rows = columns.in_order
             computed = columns.computed[rows]
@@ -227,7 +229,8 @@ class Scheduler:
             if self._shares is not None and not trial:
                 num_tokens = self._waiting.num_ready_tokens(self._chunks.max_tokens * self._shares.num_steps)
                 draft.share = draft.share or self._shares.share(todo, waits, num_tokens if columns.num_free else 0)
-            budget = self._chunks.trial_budget() if trial else self._chunks.budget(todo, computed, waits, num_waiting)
+            whole = whole or self._chunks.budget(todo, computed, waits, num_waiting, trial)
+            budget = copy.copy(whole)
             if draft.share is not None:
                 draft.share.limit(todo)
             counts = budget.deal(todo, computed)
@@ -236,7 +239,8 @@ class Scheduler:
                 chosen = counts > 0
                 left = None if scarce or not counts[short].all() else budget
                 return rows[chosen], counts[chosen], left
-            # Someone left: whoever could not grow tries again, with the budget that came back.
+            # Someone left: whoever could not grow tries again, with the budget that came back. What it started with
+            # stays, so that nobody gets less than there are blocks for now.
             scarce = True
 
     def _grow(self, draft: StepDraft, rows: Int32s, counts: Int32s, index: int) -> bool:

@@ -107,6 +107,18 @@ def test_long_prompt_is_capped_while_another_request_has_work(other_runs: bool) 
     harness.run_to_end()
 
 
+def test_a_prompt_that_would_fit_into_the_budget_is_capped_beside_another() -> None:
+    harness = Harness(budget=32, prefill_cap=8)
+    harness.add([1], 20)
+    harness.step()
+    prompt = harness.add(range(20))
+    for _ in range(2):  # when it starts, and when it goes on
+        harness.issue()
+        assert harness.scheduled[prompt.handle] == 8
+        harness.land()
+    harness.run_to_end()
+
+
 def test_cap_defaults_to_a_quarter_of_the_budget() -> None:
     harness = Harness(budget=32)
     streams = [harness.add(range(50)), harness.add(range(100, 150))]
