@@ -23,9 +23,9 @@ def poisoned(num_tokens: int, num_rows: int, width: int) -> StepTensors:
     return StepTensors(*tokens, *columns, tables[:num_rows, :width])
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("decodes", [False, True], ids=["mixed", "decode"])
-@pytest.mark.parametrize("pad", [(0, 0), (7, 2), (30, 4)], ids=str)
+@pytest.mark.parametrize("pad", [(0, 0), (7, 2), (30, 4), (1, 3)], ids=str)
 def test_a_step_is_that_of_the_twin(seed: int, decodes: bool, pad: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
     # So small that rows and padding take several turns.
     monkeypatch.setattr(triton_step, "BLOCK", 8)

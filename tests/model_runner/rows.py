@@ -13,12 +13,12 @@ from model_runner.device import DevicePolicy
 from model_runner.draws import Draws
 from model_runner.input_batch import InputBatch
 from model_runner.sampler import Drawn, Sampler
+from protos.messages import Sampling
 from protos.step import GrammarMask, NewRow, SchedulerOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from protos.messages import Sampling
     from protos.step import Logprobs
 
 VOCAB = 3000
@@ -26,6 +26,21 @@ EOS = (7, 8)
 History = tuple[list[int], int]
 """Tokens, and how many of them are the prompt."""
 PROMPT: History = ([0] * 5, 5)
+
+
+EVERY_KIND = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, seed=2),
+    Sampling(logit_bias={3: 2.0}, allowed_token_ids=(3, 4, 5)),
+    Sampling(min_tokens=3, stop_token_ids=(100,)),
+    Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3),
+    Sampling(bad_words=((0, 0, 9), (7,), (1, 2))),
+    Sampling(logprobs=3, logprob_token_ids=(4, 4)),
+    Sampling(temperature=1.0, top_p=0.5, logprobs=2, processed_logprobs=True, presence_penalty=0.1, seed=3),
+    Sampling(logprobs=1, repetition_penalty=2.0),
+]
+"""Rows that together use all that a sampler does."""
 
 
 def policy(chunk_cells: int = 1 << 14) -> DevicePolicy:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from kernels.reference import ReferenceOps
 from protos.messages import Sampling
 from tests.model_runner.apart import PolicyApart
-from tests.model_runner.rows import VOCAB, Rows, logits_of, mask_of
+from tests.model_runner.rows import EVERY_KIND, VOCAB, Rows, logits_of, mask_of
 
 if TYPE_CHECKING:
     from model_runner.host_copy import Arrays
@@ -90,20 +90,6 @@ class Device:
             shares_memory=False,
             to_host=self.to_host,
         )
-
-
-EVERY_KIND = [
-    Sampling(),
-    Sampling(temperature=1.0, seed=1),
-    Sampling(temperature=0.7, top_p=0.9, top_k=50, min_p=0.01, seed=2),
-    Sampling(logit_bias={3: 2.0}, allowed_token_ids=(3, 4, 5)),
-    Sampling(min_tokens=3, stop_token_ids=(100,)),
-    Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3),
-    Sampling(bad_words=((0, 0, 9), (7,), (1, 2))),
-    Sampling(logprobs=3, logprob_token_ids=(4, 4)),
-    Sampling(temperature=1.0, top_p=0.5, logprobs=2, processed_logprobs=True, presence_penalty=0.1, seed=3),
-    Sampling(logprobs=1, repetition_penalty=2.0),
-]
 
 
 @pytest.mark.parametrize("masked", [False, True])
