@@ -16,7 +16,7 @@ import triton.language as tl
 
 from kernels.reference import ReferenceOps
 from kernels.triton_decode import INVARIANT_SPLITS, decode, num_splits
-from kernels.triton_softmax import attend, begin, exponents, load_tile
+from kernels.triton_softmax import attend, begin, exponents, in_float16, load_tile
 
 if TYPE_CHECKING:
     from kernels.gpu import Gpu
@@ -97,6 +97,9 @@ def attention_kernel(
     tokens = (row_start + queries).to(tl.int64)
     at = tokens[:, None] * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     tile_query = tl.load(query + at, mask=mask, other=0.0)
+    magnitudes = None
+    if key_cache.dtype.element_ty == tl.float8e4nv and tile_query.dtype == tl.bfloat16:
+        tile_query, magnitudes = in_float16(tile_query)
 
     # Keys first:newest + 1; of them low:high are seen by each query of the tile, and are whole tiles.
     before = tl.load(seq_lens + row) - num_queries
@@ -129,12 +132,15 @@ def attention_kernel(
             if WINDOWED:
                 seen &= keys[None, :] > positions[:, None] - window
             # Of keys that are not seen scores are replaced, whatever they are; their values' weight is zero.
-            key = load_tile(key_cache, cells, None, dims, HEAD_DIM, PADDED_DIM)
-            value = load_tile(value_cache, cells, real if part != 1 else None, dims, HEAD_DIM, PADDED_DIM)
+            key = load_tile(key_cache, cells, None, dims, tile_query.dtype, HEAD_DIM, PADDED_DIM)
+            value = load_tile(
+                value_cache, cells, real if part != 1 else None, dims, tile_query.dtype, HEAD_DIM, PADDED_DIM
+            )
             maxima, sums, weighted = attend(
                 tile_query,
-                key.to(tile_query.dtype),
-                value.to(tile_query.dtype),
+                magnitudes,
+                key,
+                value,
                 seen,
                 maxima,
                 sums,

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton_softmax import attend, begin, load_tile
+from kernels.triton_softmax import attend, begin, in_float16, load_tile
 
 PROGRAMS_PER_SM = 8
 """Enough to hide that some end later than others."""
@@ -92,6 +92,9 @@ def decode_kernel(
     is_head = members < GROUP
     at = row.to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + dims[None, :]
     tile_query = tl.load(query + at, mask=is_head[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    magnitudes = None
+    if key_cache.dtype.element_ty == tl.float8e4nv and tile_query.dtype == tl.bfloat16:
+        tile_query, magnitudes = in_float16(tile_query)
     table = block_tables + row.to(tl.int64) * table_stride
     maxima, sums = begin(None, heads, TILE_ROWS)
     weighted = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
@@ -101,10 +104,10 @@ def decode_kernel(
         blocks = tl.load(table + keys // BLOCK_SIZE, mask=real, other=0)
         lines = (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
         cells = lines[:, None] * HEAD_DIM + dims[None, :]
-        key = load_tile(key_cache, cells, real, dims, HEAD_DIM, PADDED_DIM).to(tile_query.dtype)
-        value = load_tile(value_cache, cells, real, dims, HEAD_DIM, PADDED_DIM).to(tile_query.dtype)
+        key = load_tile(key_cache, cells, real, dims, tile_query.dtype, HEAD_DIM, PADDED_DIM)
+        value = load_tile(value_cache, cells, real, dims, tile_query.dtype, HEAD_DIM, PADDED_DIM)
         maxima, sums, weighted = attend(
-            tile_query, key, value, real[None, :], maxima, sums, weighted, inner, factor, CAPPED, True
+            tile_query, magnitudes, key, value, real[None, :], maxima, sums, weighted, inner, factor, CAPPED, True
         )
     places = (row.to(tl.int64) * (KV_HEADS * GROUP) + heads) * NUM_SPLITS + split
     tl.store(partial + places[:, None] * PADDED_DIM + dims[None, :], weighted, mask=is_head[:, None])

@@ -32,7 +32,20 @@ def begin(sinks, heads, ROWS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(cache, at, real, dims, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+def in_float16(query):
+    """query [rows, head_dim], without a power of two so that it fits into float16, and that power [rows].
+
+    What caches of 8 bits are multiplied with: they become float16 in one instruction and bfloat16 in several, which
+    would take longer than reading them.
+    """
+    wide = query.to(tl.float32)
+    power = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
+    return (wide * inverse[:, None]).to(tl.float16), power.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_tile(cache, at, real, dims, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
     """Keys or values at [tile, PADDED_DIM], zero where they are not real, if that is given [tile]."""
     if HEAD_DIM == PADDED_DIM:
         tile = tl.load(cache + at) if real is None else tl.load(cache + at, mask=real[:, None], other=0.0)
@@ -40,12 +53,13 @@ def load_tile(cache, at, real, dims, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.cons
         mask = (dims < HEAD_DIM)[None, :]
         mask = mask if real is None else real[:, None] & mask
         tile = tl.load(cache + at, mask=mask, other=0.0)
-    return tile
+    return tile.to(dtype)
 
 
 @triton.jit
 def attend(
     query,
+    magnitudes,
     keys,
     values,
     seen,
@@ -57,8 +71,12 @@ def attend(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The state after query [rows, head_dim] saw keys and values [tile, head_dim] where `seen` [rows, tile]."""
+    """The state after query [rows, head_dim] saw keys and values [tile, head_dim] where `seen` [rows, tile].
+
+    Products are multiplied with magnitudes [rows], if they are given."""
     scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3")
+    if magnitudes is not None:
+        scores *= magnitudes[:, None]
     if CAPPED:
         # tanh, whose own function the interpreter does not have; this way around nothing overflows.
         decay = tl.exp2(-tl.abs(scores * inner))

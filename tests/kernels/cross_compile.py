@@ -142,14 +142,14 @@ def _describe(launch: str, capability: int, kernel: Any) -> Compiled:
 
 
 def _products(ptx: str, capability: int) -> str:
-    from triton import knobs
+    from triton.backends.nvidia.compiler import get_ptxas
 
     if "wgmma.mma_async" not in ptx:
         return "mma" if "mma.sync" in ptx else "none"
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        said = _output(knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
+        said = _output(get_ptxas(capability).path, "-v", f"--gpu-name=sm_{capability}a", file.name, "-o", os.devnull)
     # It waits for each product before the next where it cannot keep track of their registers, and says so.
     return "wgmma one by one" if "serialized" in said else "wgmma"
 

@@ -79,9 +79,15 @@ def test_a_query_gets_the_same_bits_in_any_batch_however_its_prompt_was_cut(wind
         assert torch.equal(attended(batch.part(row, first, end)), whole[start + first : start + end]), (row, first, end)
 
 
-@pytest.mark.parametrize(("key_scale", "value_scale"), [(1.0, 1.0), (0.03, 2.5)])
-def test_a_cache_of_eight_bits(key_scale: float, value_scale: float):
-    batch = make_batch([(9, 140), (1, 20)], dtype=WIDE, window=100).in_eight_bits(key_scale, value_scale)
+@pytest.mark.parametrize(
+    ("dtype", "size", "key_scale", "value_scale"),
+    [(WIDE, 1.0, 1.0, 1.0), (WIDE, 1e6, 0.03, 2.5), (SHORT, 1.0, 2.0, 0.1), (EXACT, 1.0, 0.03, 2.5)],
+)
+def test_a_cache_of_eight_bits(dtype: torch.dtype, size: float, key_scale: float, value_scale: float):
+    """Also with queries beyond what float16 holds, which products are of; and with one that is zero."""
+    batch = make_batch([(9, 140), (1, 20)], dtype=dtype, window=100).in_eight_bits(key_scale, value_scale)
+    batch.query.mul_(size)
+    batch.query[1] = 0
     assert_equals_twin(attended(batch), batch.run(TWIN))
 
 

@@ -93,9 +93,16 @@ def test_splits_of_several_tiles():
     assert_equals_twin(attended(batch, INVARIANT), batch.run(TWIN))
 
 
-@pytest.mark.parametrize(("key_scale", "value_scale"), [(1.0, 1.0), (0.03, 2.5)])
-def test_a_cache_of_eight_bits(key_scale: float, value_scale: float):
-    assert_twin(make_step([300, 20, 0], dtype=WIDE, window=270).in_eight_bits(key_scale, value_scale))
+@pytest.mark.parametrize(
+    ("dtype", "size", "key_scale", "value_scale"),
+    [(WIDE, 1.0, 1.0, 1.0), (WIDE, 1e6, 0.03, 2.5), (SHORT, 1.0, 2.0, 0.1), (EXACT, 1.0, 0.03, 2.5)],
+)
+def test_a_cache_of_eight_bits(dtype: torch.dtype, size: float, key_scale: float, value_scale: float):
+    """Also with queries beyond what float16 holds, which products are of; and with one that is zero."""
+    batch = make_step([300, 20, 0], dtype=dtype, window=270).in_eight_bits(key_scale, value_scale)
+    batch.query.mul_(size)
+    batch.query[1] = 0
+    assert_twin(batch)
 
 
 def test_nan_is_not_hidden():
