@@ -9,6 +9,8 @@ from protos.step import NULL_BLOCK, NewRow, SchedulerOutput
 
 SAMPLING = Sampling(temperature=1.0, top_k=50, top_p=0.9, frequency_penalty=0.1, logprobs=1)
 """What holds copies of the logits."""
+GREEDY = Sampling()
+"""Of the first of several rows, so that its kernels too are compiled before the first request comes."""
 
 
 def largest_step(num_rows: int, num_tokens: int, max_model_len: int, block_size: int) -> SchedulerOutput:
@@ -19,7 +21,13 @@ def largest_step(num_rows: int, num_tokens: int, max_model_len: int, block_size:
     counts = np.full(num_rows, each, np.int32)
     counts[:rest] += 1
     new_rows = [
-        NewRow(row, np.zeros(count, np.int32), count, [NULL_BLOCK] * -(-count // block_size), SAMPLING)
+        NewRow(
+            row,
+            np.zeros(count, np.int32),
+            count,
+            [NULL_BLOCK] * -(-count // block_size),
+            SAMPLING if row or num_rows == 1 else GREEDY,
+        )
         for row, count in enumerate(counts.tolist())
     ]
     rows = np.arange(num_rows, dtype=np.int32)

@@ -62,6 +62,7 @@ def test_the_largest_step_has_all_tokens_in_all_rows_and_its_keys_in_no_block(
     assert len(step.rows) == min(num_rows, num_tokens)
     assert step.samples.all()
     assert step.counts.max() <= max_model_len
+    assert [new_row.sampling.temperature for new_row in step.new_rows] == [0.0, *[1.0] * (len(step.rows) - 1)]
     for new_row, count in zip(step.new_rows, step.counts.tolist(), strict=True):
         assert len(new_row.token_ids) == count
         assert new_row.block_ids == [0] * -(-count // 16)
