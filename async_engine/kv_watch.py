@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 GATHER_SECONDS = 0.01
 """After something was told, until a core is asked for more: steps of less become one message."""
-MAX_WATCHES = 32
-"""In a front end; each costs the cores some memory and time."""
+MAX_WATCHES, MAX_CALLERS_WATCHES = 32, 24
+"""In a front end; each costs the cores some memory and time. Callers leave operators some."""
 CLEARED = KVChanges(b"", b"", is_all=True)
 
 
@@ -109,15 +109,15 @@ class KVWatches:
         return len(self._watches)
 
     @contextlib.contextmanager
-    def open(self, detail: KVDetail, *, with_all: bool) -> Iterator[KVWatch]:
+    def open(self, detail: KVDetail, *, with_all: bool, for_caller: bool = False) -> Iterator[KVWatch]:
         """A watch for as long as the block lasts. Each core tells something at once: all that it holds, or nothing.
 
         Raises OverloadedError, or what the engine ended with.
         """
         if self._closed is not None:
             raise self._closed.with_traceback(None)
-        if len(self._watches) >= MAX_WATCHES:
-            raise OverloadedError(f"{MAX_WATCHES} others watch the prefix cache already")
+        if len(self._watches) >= (MAX_CALLERS_WATCHES if for_caller else MAX_WATCHES):
+            raise OverloadedError(f"{len(self._watches)} others watch the prefix cache already")
         asked = WatchKV(next(self._numbers), detail, with_all, on_demand=True)
         watch = self._watches[asked.watch] = KVWatch(asked, self._slots)
         self._send(asked)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 60.0
 """What is recorded grows, and all is slower meanwhile."""
+
+
+CLOSE_SECONDS = 2.0
+"""For cores to hear that it is over. One that hangs does not."""
 
 
 class ProfileFile(NamedTuple):
@@ -78,7 +82,7 @@ class Profiler:
         if self._started is not None:
             _, task = self._started
             task.cancel()
-            await asyncio.wait([task])
+            await asyncio.wait([task], timeout=CLOSE_SECONDS)
 
     async def _record_until(self, stop: asyncio.Event, begun: asyncio.Future[None]) -> list[ProfileFile]:
         try:
@@ -124,7 +128,7 @@ class Profiler:
             self._is_recording = False
 
     async def _write(self, files: dict[str, bytes]) -> list[ProfileFile]:
-        beginning = time.strftime("%Y%m%d-%H%M%S")
+        beginning = f"{datetime.now():%Y%m%d-%H%M%S.%f}"[:-3]
 
         def write() -> list[ProfileFile]:
             written = []

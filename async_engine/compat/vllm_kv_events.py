@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from async_engine.kv_events import removed_hashes, stored_blocks
 from protos.compat import smg_common_pb2 as common
-from protos.errors import UnavailableError
+from protos.errors import InvalidRequestError, UnavailableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,6 +27,9 @@ class KvEventStream:
     """One subscriber's batches. `first` is the number of the first one with events; until then it is 0."""
 
     def __init__(self, llm: AsyncLLM, first: int) -> None:
+        """Raises InvalidRequestError for a number behind which there is no room to count."""
+        if first >= 1 << 63:
+            raise InvalidRequestError("start_sequence_number", f"must be less than 2^63, not {first}")
         self._llm = llm
         self._numbers = itertools.count(first or 1)
         self._sequence = 0
@@ -40,7 +43,7 @@ class KvEventStream:
         with contextlib.ExitStack() as stack, contextlib.suppress(UnavailableError):
             watch = None
             if with_events:
-                watch = stack.enter_context(self._llm.cores.kv_watches.open("tokens", with_all=True))
+                watch = stack.enter_context(self._llm.cores.kv_watches.open("tokens", with_all=True, for_caller=True))
             told = None
             while not self._llm.drained.is_set():
                 await context.write(self._batch(told))

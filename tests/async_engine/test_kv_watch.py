@@ -1,6 +1,7 @@
 """KVWatches: who watches prefix caches is told in order, at his own pace, through deaths of cores."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
 
 import pytest
@@ -130,13 +131,19 @@ def test_who_waits_is_told_why_nothing_more_comes_and_nobody_else_begins(monkeyp
 
 
 def test_only_so_many_watch_at_once(monkeypatch):
-    monkeypatch.setattr(kv_watch, "MAX_WATCHES", 1)
+    monkeypatch.setattr(kv_watch, "MAX_WATCHES", 2)
+    monkeypatch.setattr(kv_watch, "MAX_CALLERS_WATCHES", 1)
 
     async def test(slots, watches):
-        with watches.open("blocks", with_all=True):
+        with watches.open("blocks", with_all=True, for_caller=True):
+            with pytest.raises(OverloadedError), watches.open("blocks", with_all=True, for_caller=True):
+                pass
+            operator = contextlib.ExitStack()
+            operator.enter_context(watches.open("blocks", with_all=True))
             with pytest.raises(OverloadedError), watches.open("blocks", with_all=True):
                 pass
-            assert len(slots[0].sent) == 1
+            operator.close()
+            assert len(slots[0].sent) == 3
         with watches.open("blocks", with_all=True):
             pass
 

@@ -176,8 +176,8 @@ def test_a_large_snapshot_comes_in_parts():
             return parts
 
     parts = run(main)
-    assert [part.cleared for part in parts] == [True, False, False]
-    assert [len(part.stored_blocks) for part in parts] == [2048, 2048, 4 * 1100 - 2 * 2048]
+    assert [part.cleared for part in parts] == [True] + [False] * 8
+    assert [len(part.stored_blocks) for part in parts] == [512] * 8 + [4 * 1100 - 8 * 512]
 
 
 def test_who_leaves_leaves_nothing_and_one_too_many_is_refused(monkeypatch):

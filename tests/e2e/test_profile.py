@@ -96,7 +96,7 @@ def test_one_at_a_time_and_one_whose_client_leaves_leaves_nothing(tmp_path, monk
             await assert_works(llm, stub)
             return len(answer.files)
 
-    assert run(main) == len(list(tmp_path.iterdir())) == 2
+    assert (run(main), len(list(tmp_path.iterdir()))) == (2, 2)
 
 
 async def unless_busy(admin):

@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 
+import grpc
+
 from async_engine.compat import vllm_kv_events
 from protos.compat import smg_common_pb2 as common
 from protos.compat import vllm_engine_pb2_grpc
 from protos.tailrace.v1 import admin_pb2 as admin
 from protos.tailrace.v1 import admin_pb2_grpc
 from tests.e2e.serving import open_channel, run, serving, until
+from tests.e2e.test_generation import assert_works, failure
 from tests.e2e.test_kv_events import FIRST, say
 
 
@@ -105,3 +108,16 @@ def test_it_is_not_told_unless_the_operator_wants_it():
             return kinds(batch)
 
     assert run(main) == []
+
+
+def test_a_number_without_room_to_count_is_refused():
+    async def main():
+        async with told() as (llm, stub, gateway, _):
+            request = common.SubscribeKvEventsRequest(start_sequence_number=(1 << 64) - 1)
+            error = await failure(gateway.SubscribeKvEvents(request))
+            await assert_works(llm, stub)
+            return error
+
+    error = run(main)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "start_sequence_number" in error.details()
