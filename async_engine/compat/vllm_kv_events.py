@@ -24,14 +24,15 @@ LOAD_INTERVAL = 1.0
 
 
 class KvEventStream:
-    """One subscriber's batches. `first` is the number of the first one with events; until then it is 0."""
+    """One subscriber's batches. `first` is the number of each core's first one with events; until then it is 0."""
 
     def __init__(self, llm: AsyncLLM, first: int) -> None:
         """Raises InvalidRequestError for a number behind which there is no room to count."""
         if first >= 1 << 63:
             raise InvalidRequestError("start_sequence_number", f"must be less than 2^63, not {first}")
         self._llm = llm
-        self._numbers = itertools.count(first or 1)
+        self._numbers = [itertools.count(first or 1) for _ in llm.cores.slots]
+        """Subscribers look for gaps in those of each core."""
         self._sequence = 0
         self._event_ids = itertools.count(1)
         self._samples = itertools.count()
@@ -61,7 +62,7 @@ class KvEventStream:
     def _batch(self, told: Told | None) -> common.KvEventBatch:
         batch = common.KvEventBatch(timestamp=time.time(), load=self._load(is_alone=told is None))
         if told is not None:
-            self._sequence = next(self._numbers)
+            self._sequence = next(self._numbers[told.core])
             if len(self._llm.cores.slots) > 1:
                 batch.dp_rank = told.core
             batch.events.extend(self._events(told.changes))

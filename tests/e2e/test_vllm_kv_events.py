@@ -82,11 +82,18 @@ def test_sequences_apart_are_stored_apart_and_each_core_has_its_rank():
         async with told(data_parallel_size=2) as (_, stub, gateway, _):
             await asyncio.gather(*(say(stub, letter * 40) for letter in "abcdefgh"))
             batches = aiter(gateway.SubscribeKvEvents(common.SubscribeKvEventsRequest(start_sequence_number=7)))
-            return [await next_events(batches) for _ in range(2)]
+            first = [await next_events(batches) for _ in range(2)]
+            await asyncio.gather(*(say(stub, letter * 40) for letter in "ijklmnop"))
+            more = {}
+            while len(more) < 2:
+                batch = await next_events(batches)
+                more.setdefault(batch.dp_rank, batch.sequence_number)
+            return first, more
 
-    batches = run(main)
+    batches, more = run(main)
     assert sorted(batch.dp_rank for batch in batches) == [0, 1]
-    assert [batch.sequence_number for batch in batches] == [7, 8]
+    assert [batch.sequence_number for batch in batches] == [7, 7]
+    assert more == {0: 8, 1: 8}
     stored = [event.stored for batch in batches for event in batch.events if event.HasField("stored")]
     assert len(stored) == 8
     for chain in stored:
