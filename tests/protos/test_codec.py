@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from protos import codec
 from protos.codec import MAX_FRAME_BYTES, FrameDecoder, FrameError, encode_frame
 from protos.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
+from protos.kv_changes import CachedBlocks, KVChanges, KVDetail, MoreKV, UnwatchKV, WatchKV
 from protos.messages import (
     Abort,
     Admitted,
@@ -107,6 +108,9 @@ stats = st.tuples(
     *[floats if name in ("kv_usage", "queue_seconds") else ints for name in CoreStats.__struct_fields__]
 ).map(lambda values: CoreStats(*values))
 
+cached_blocks = st.builds(CachedBlocks, data, st.lists(text, max_size=3), data)
+kv_changes = st.builds(KVChanges, data, data, st.booleans(), ints, st.none() | cached_blocks, st.booleans())
+
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Hello: st.builds(Hello, configs, ids.map(tuple)),
     EngineCoreRequest: st.builds(
@@ -129,6 +133,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Vocabulary: st.builds(Vocabulary, st.lists(data, max_size=5), ids.map(tuple), ids.map(tuple)),
     Abort: st.builds(Abort, ids),
     Control: st.builds(Control, ints, st.sampled_from(get_args(ControlOp)), ints),
+    WatchKV: st.builds(WatchKV, ints, st.sampled_from(get_args(KVDetail)), st.booleans(), st.booleans()),
+    MoreKV: st.builds(MoreKV, ints),
+    UnwatchKV: st.builds(UnwatchKV, ints),
     Ping: st.just(Ping()),
     Shutdown: st.just(Shutdown()),
     LoadProgress: st.builds(LoadProgress, ints, ints),
@@ -143,6 +150,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         stats=st.none() | stats,
         logprobs=st.none() | logprob_columns,
         prompt_logprobs=st.lists(st.builds(PromptLogprobs, ints, ints, logprob_columns), max_size=3),
+        kv_changes=st.lists(kv_changes, max_size=3),
     ),
     ControlReply: st.builds(ControlReply, ints, st.lists(ints, max_size=4)),
     Pong: st.just(Pong()),
