@@ -15,6 +15,7 @@ from async_engine import cli, core_source
 from async_engine.async_llm import AsyncLLM
 from async_engine.core_client import CoreClient
 from async_engine.core_entrance import CoreUnreachableError
+from async_engine.kv_watch import CLEARED
 from async_engine.outputs import Delta, Summary
 from async_engine.request import GenerationRequest
 from protos import handshake
@@ -135,6 +136,24 @@ def test_streams_go_on_when_the_connection_is_cut_and_the_core_keeps_nothing_of_
             assert wire.num_connections == 3
 
     run(main)
+
+
+def test_who_watches_the_prefix_cache_is_told_of_the_cut_and_then_what_the_core_still_holds(core):
+    async def main():
+        async with Wire(core.address) as wire, await AsyncLLM.join([wire.address], SECRET) as llm:
+            await text_of(llm, GenerationRequest(prompt="w" * 40, params=SamplingParams(max_tokens=1)))
+            with llm.cores.kv_watches.open("blocks", with_all=True) as watch:
+                told = [await watch.next()]
+                wire.cut()
+                told += [await watch.next(), await watch.next()]
+            return told
+
+    before, cut, after = run(main)
+    assert [told.sequence for told in (before, cut, after)] == [0, 1, 2]
+    assert before.changes.is_all
+    assert cut.changes == CLEARED
+    assert after.changes == before.changes
+    assert before.changes.stored
 
 
 def test_streams_go_on_when_the_core_is_killed_and_replaced_by_its_own_server(core):
