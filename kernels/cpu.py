@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import TYPE_CHECKING
 
 import torch
 
 from kernels.cpu_library import Calls, Library, load_library, variants
+from kernels.pool import Pool
 from kernels.reference import ReferenceOps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kernels.cpu_program import Programs
     from kernels.quantised import QuantisedMatrix
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SILU, _GELU = 0, 1
 """Activations of the gated product, as cpp/elementwise.h numbers them."""
+LARGE = 1 << 18
+"""Bytes of a result that comes from the pool."""
 _LANES = 16
 """Sizes must be a multiple of the widest vector, floats; others take the reference."""
 
@@ -43,6 +47,7 @@ class CpuOps(ReferenceOps):
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.calls = calls = Calls(library, num_threads)
+        self._pool = Pool()
         self._attention = calls.kernel("attention")
         self._write_kv = calls.kernel("write_kv")
         self._rms_norm = calls.kernel("rms_norm")
@@ -59,6 +64,11 @@ class CpuOps(ReferenceOps):
         self._quantised_rows = calls.kernel("quantised_rows")
         self._step_tensors = calls.kernel("step_tensors")
         self._store_tokens = calls.kernel("store_tokens")
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if self.calls.recording is not None or math.prod(shape) * dtype.itemsize < LARGE:
+            return torch.empty(shape, dtype=dtype)
+        return self._pool.empty(shape, dtype)
 
     def write_kv(
         self,
@@ -123,7 +133,7 @@ class CpuOps(ReferenceOps):
             )
         assert query.stride(1) == head_dim
         assert query_starts.dtype == seq_lens.dtype == block_tables.dtype == torch.int32
-        out = torch.empty((tokens, heads, head_dim), dtype=query.dtype)
+        out = self.empty((tokens, heads, head_dim), query.dtype)
         self._attention(
             query.data_ptr(),
             key_cache.data_ptr(),
@@ -154,7 +164,7 @@ class CpuOps(ReferenceOps):
             return super().rms_norm(x, weight, eps, residual)
         assert x.is_contiguous()
         assert weight.dtype == torch.float32
-        out = torch.empty_like(x)
+        out = self.empty(x.shape, x.dtype)
         summed = None if residual is None else residual.data_ptr()
         pointers = x.data_ptr(), summed, weight.data_ptr(), None, out.data_ptr()
         self._rms_norm(*pointers, tokens, size, eps, _DTYPES[x.dtype])
@@ -173,7 +183,7 @@ class CpuOps(ReferenceOps):
             return super().layer_norm(x, weight, bias, eps, residual)
         assert x.is_contiguous()
         assert weight.dtype == bias.dtype == torch.float32
-        out = torch.empty_like(x)
+        out = self.empty(x.shape, x.dtype)
         summed = None if residual is None else residual.data_ptr()
         pointers = x.data_ptr(), summed, weight.data_ptr(), bias.data_ptr(), out.data_ptr()
         self._layer_norm(*pointers, tokens, size, eps, _DTYPES[x.dtype])
@@ -212,7 +222,7 @@ class CpuOps(ReferenceOps):
         if x.shape[-1] % _LANES:
             return super().gelu(x)
         assert x.is_contiguous()
-        out = torch.empty_like(x)
+        out = self.empty(x.shape, x.dtype)
         self._gelu(x.data_ptr(), out.data_ptr(), x.numel(), _DTYPES[x.dtype])
         return out
 
@@ -245,7 +255,7 @@ class CpuOps(ReferenceOps):
         assert indices.dtype == torch.int64
         assert indices.is_contiguous()
         (count,), size, cell = indices.shape, table.shape[1], table.itemsize
-        out = torch.empty((count, size), dtype=table.dtype)
+        out = self.empty((count, size), table.dtype)
         pointers = table.data_ptr(), indices.data_ptr(), out.data_ptr()
         self._rows(*pointers, count, size * cell, table.stride(0) * cell)
         return out
@@ -259,7 +269,7 @@ class CpuOps(ReferenceOps):
         assert indices.dtype == torch.int64
         assert indices.is_contiguous()
         (count,), size = indices.shape, weight.shape[1]
-        out = torch.empty((count, size))
+        out = self.empty((count, size), torch.float32)
         pointers = weight.tiles.data_ptr(), indices.data_ptr(), out.data_ptr()
         self._quantised_rows(*pointers, count, size, *_numbers(weight))
         return out
@@ -313,7 +323,7 @@ class CpuOps(ReferenceOps):
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()
         tokens, size = x.shape[0], x.shape[1] // 2
-        out = torch.empty((tokens, size), dtype=x.dtype)
+        out = self.empty((tokens, size), x.dtype)
         self._gated(x.data_ptr(), out.data_ptr(), tokens, size, _DTYPES[x.dtype], activation)
         return out
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -74,20 +74,30 @@ class Call(ctypes.Structure):
     _fields_ = [("kernel", _pointer), ("args", _pointer)]
 
 
+class Pace(ctypes.Structure):
+    """How long a list takes, of which cpp/team.h decides on how many threads it runs."""
+
+    _fields_ = [("alone", ctypes.c_double), ("alone_until", ctypes.c_double)]
+
+
 class Library:
     """The kernels of one instruction set."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._run = library.tailrace_run
-        self._run.argtypes, self._run.restype = [_pointer, _long, _int], None
+        self._run.argtypes, self._run.restype = [_pointer, _long, _int, _pointer], None
         library.tailrace_kernel.argtypes, library.tailrace_kernel.restype = [ctypes.c_char_p], _pointer
         self.addresses: dict[str, int] = {name: library.tailrace_kernel(name.encode()) for name in _ARGUMENTS}
         self.vector_width: int = library.tailrace_vector_width()
 
-    def run(self, calls: Sequence[Call] | ctypes.Array[Call], count: int, num_threads: int) -> None:
-        """One after the other; `calls` is an array of ctypes."""
-        self._run(calls, count, num_threads)
+    def run_list(self, calls: ctypes.Array[Call], num_threads: int, pace: Pace) -> None:
+        """One after the other; what was learnt of the same list before is in its pace."""
+        self._run(calls, len(calls), num_threads, ctypes.byref(pace))
+
+    def run(self, call: Call, num_threads: int) -> None:
+        """Threads are woken only where it pays."""
+        self._run(ctypes.byref(call), 1, num_threads, None)
 
 
 @cache
@@ -119,12 +129,12 @@ class Calls:
         """Calls a kernel with the values of its arguments, in order."""
         address, run, num_threads = self.library.addresses[name], self.library.run, self.num_threads
         make: type[Any] = type(name, (ctypes.Structure,), {"_fields_": _ARGUMENTS[name]})
-        byref, addressof = ctypes.byref, ctypes.addressof
+        addressof = ctypes.addressof
 
         def call(*values: Any) -> None:
             arguments = make(*values)
             one = Call(address, addressof(arguments))
-            run(byref(one), 1, num_threads)
+            run(one, num_threads)
             if self.recording is not None:
                 self.recording += [one, arguments]
 

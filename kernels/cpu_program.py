@@ -7,77 +7,27 @@ its result holds until the next runs.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.capture import NotCapturableError
-from kernels.cpu_library import Call
+from kernels.cpu_library import Call, Pace
+from kernels.pool import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernels.cpu_library import Calls
 
-ARENA_BYTES = 1 << 24
-"""Taken from the system at a time. What is not written is not resident."""
 LARGEST_BATCH = 64
 """Rows; a step of more takes many times longer than Python does between its kernels."""
-_ALIGNMENT = 64
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
     torch.ops.aten.new_empty.default,
 }
-
-
-class Pool:
-    """Memory that tensors come from and go back to when the last view of them is gone."""
-
-    def __init__(self) -> None:
-        self._arenas: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
-        self._free: list[tuple[int, int, int]] = []
-        """Arena, first byte and end of each piece, in this order."""
-        self._epoch = 0
-
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = max(1, shape.numel()) * dtype.itemsize
-        size = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        arena, first = self._take(size)
-        memory = self._arenas[arena][first : first + nbytes]
-        # The tensor's storage keeps this array, and nothing else does.
-        weakref.finalize(memory, self._give_back, self._epoch, (arena, first, first + size)).atexit = False
-        return torch.from_numpy(memory).view(dtype)[: shape.numel()].view(shape)
-
-    def reset(self) -> None:
-        """All memory is free again, whoever still looks at it."""
-        self._epoch += 1
-        self._free = [(arena, 0, len(memory)) for arena, memory in enumerate(self._arenas)]
-
-    def _take(self, size: int) -> tuple[int, int]:
-        for place, (arena, first, end) in enumerate(self._free):
-            if end - first >= size:
-                self._free[place : place + 1] = [(arena, first + size, end)] if end - first > size else []
-                return arena, first
-        memory = np.empty(max(ARENA_BYTES, size) + _ALIGNMENT, np.uint8)
-        offset = -memory.ctypes.data % _ALIGNMENT
-        self._arenas.append(memory[offset : offset + max(ARENA_BYTES, size)])
-        self._free.append((len(self._arenas) - 1, 0, len(self._arenas[-1])))
-        return self._take(size)
-
-    def _give_back(self, epoch: int, piece: tuple[int, int, int]) -> None:
-        if epoch != self._epoch:
-            return
-        merged: list[tuple[int, int, int]] = []
-        for arena, first, end in sorted([*self._free, piece]):
-            if merged and merged[-1][0] == arena and merged[-1][2] == first:
-                merged[-1] = (arena, merged[-1][1], end)
-            else:
-                merged.append((arena, first, end))
-        self._free = merged
 
 
 class _OpsOnly(TorchDispatchMode):
@@ -150,9 +100,9 @@ class Programs:
             ctypes.memmove(at, ctypes.addressof(each), ctypes.sizeof(each))
             calls[place] = Call(call.kernel, at)
             at += size
-        run, num_threads, count = self._calls.library.run, self._calls.num_threads, len(made)
+        run, num_threads, pace = self._calls.library.run_list, self._calls.num_threads, Pace()
 
         def replay(kept: object = (memory, of)) -> None:
-            run(calls, count, num_threads)
+            run(calls, num_threads, pace)
 
         return replay

@@ -14,7 +14,7 @@ from kernels.reference_sampling import ReferenceSamplingOps
 from kernels.reference_step import ReferenceStepOps
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kernels.cpu_program import Programs
     from kernels.quantised import QuantisedMatrix
@@ -208,6 +208,10 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
                 first += len(part)
 
         return product
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory for a result of operations on integers that are kept, on a CPU."""
+        return torch.empty(shape, dtype=dtype)
 
     def programs(self) -> Programs:
         """What records calls of these operations, where they keep integers."""

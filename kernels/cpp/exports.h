@@ -63,6 +63,6 @@ const Kernel* tailrace_kernel(const char* name) {
   return nullptr;
 }
 
-void tailrace_run(const Call* calls, int64_t count, int threads) { run_calls(calls, count, threads); }
+void tailrace_run(const Call* calls, int64_t count, int threads, Pace* pace) { run_calls(calls, count, threads, pace); }
 }
 #pragma GCC visibility pop

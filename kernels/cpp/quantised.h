@@ -13,27 +13,20 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "activations.h"
 #include "simd.h"
 #include "team.h"
 
 // Outputs that lie together. The weights of a tile are, group by group: the integers, TILE scales, TILE minimums.
 constexpr int TILE = 16;
-// What is added to weights of 8 bits with a sign.
-constexpr int ZERO = 128;
 // Bytes of activations that the tiles pass over while they are in the cache.
-constexpr int64_t CHUNK_BYTES = 1 << 18;
+constexpr int64_t CHUNK_BYTES = 1 << 16;
 // Below so many products, waking threads that sleep costs more than it saves.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 23;
 // How far ahead of the products weights are fetched, bytes.
 constexpr int64_t AHEAD = 8192;
 // As many are taken by a thread at a time, about.
 constexpr int64_t GRAIN_PRODUCTS = 1 << 23;
-
-#if defined(__AVX512VNNI__)
-constexpr bool HAS_PLANES = true;
-#else
-constexpr bool HAS_PLANES = false;
-#endif
 
 // Vectors of W lanes of four bytes, and the sums of their products.
 template <int W>
@@ -86,67 +79,6 @@ struct Quads {
     return add_words(add_words(sum, even(weights), (P)((Q)bytes << 8) >> 8), odd(weights), bytes >> 8);
   }
 };
-
-// ACTIVATION_BITS of each number of a group, as they lie in memory.
-template <int GROUP, int ACTIVATION_BITS>
-struct GroupOf {
-  static constexpr int group = GROUP, bits = ACTIVATION_BITS, bytes = GROUP * ACTIVATION_BITS / 8;
-  static constexpr float largest = ACTIVATION_BITS == 8 ? 127 : 127 * 256;
-
-  // The place of input i among words: of four inputs the even ones come first.
-  static int word(int i) { return i / 4 * 4 + i % 2 * 2 + i / 2 % 2; }
-
-  static void store(int i, int32_t q, int8_t* to) {
-    if constexpr (bits == 8) {
-      to[i] = (int8_t)q;
-    } else if constexpr (HAS_PLANES) {
-      const int32_t high = (q + 128) >> 8;
-      to[i] = (int8_t)high;
-      to[GROUP + i] = (int8_t)(q - high * 256);
-    } else {
-      const int16_t word_ = (int16_t)q;
-      memcpy(to + 2 * word(i), &word_, sizeof word_);
-    }
-  }
-};
-
-// What belongs to a group of a row.
-struct GroupNumbers {
-  float scale;
-  float sum;        // of the integers, times the scale
-  int32_t offset;   // what takes ZERO back: -ZERO times the sum of the integers
-};
-
-// Groups [begin, end) of a row x as integers: x is about q * scale. Where a group has a number that is none, or an
-// infinite one, scale and sum are NaN.
-template <class Group>
-void quantise_row(const float* x, int64_t begin, int64_t end, int8_t* q, GroupNumbers* numbers) {
-  using S = Simd<WIDTH>;
-  constexpr int GROUP = Group::group;
-  const float magic = 0x1.8p23f;  // what is added to it is rounded to an integer
-  for (int64_t g = begin; g < end; g++) {
-    const float* from = x + g * GROUP;
-    S::F most = {}, check = {};
-    for (int i = 0; i < GROUP; i += WIDTH) {
-      const S::F v = S::load(from + i), magnitude = v < 0.0f ? -v : v;
-      most = magnitude > most ? magnitude : most;
-      check += v * 0.0f;
-    }
-    const float largest = S::max(most);
-    const bool finite = S::sum(check) == 0.0f;
-    const float inverse = finite && largest > 1e-30f ? Group::largest / largest : 0.0f;
-    int32_t integers[GROUP], sum = 0;
-    for (int i = 0; i < GROUP; i += WIDTH) {
-      const S::I n = to_int(((finite ? S::load(from + i) : S::F{}) * inverse + magic) - magic);
-      memcpy(integers + i, &n, sizeof n);
-    }
-    int8_t* to = q + g * Group::bytes;
-    for (int i = 0; i < GROUP; i++) sum += integers[i];
-    for (int i = 0; i < GROUP; i++) Group::store(i, integers[i], to);
-    const float scale = finite ? largest / Group::largest : NAN;
-    numbers[g] = {scale, (float)sum * scale, -ZERO * sum};
-  }
-}
 
 template <int BITS, int GROUP, bool HAS_MINIMUMS, class ScaleType>
 struct TileLayout {

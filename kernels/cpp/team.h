@@ -2,8 +2,8 @@
 //
 // A kernel is a function of its arguments and of the team's member that calls it: each member does its share. All
 // members are through with a kernel before any begins the next. So a whole list runs with threads woken once: in
-// between they wait at a barrier, awake but not for long: where another process has a core, it gets the time. Then the
-// lists that follow run on one thread for a while, since a member that is kept from its core keeps the others waiting.
+// between they wait at a barrier, awake but not for long: where another process has a core, it gets the time. If a member
+// that is kept from its core makes the list take longer than one thread does, one thread runs it for a while.
 #pragma once
 
 #include <omp.h>
@@ -21,8 +21,10 @@
 constexpr int SPINS = 1 << 10;
 using Clock = std::chrono::steady_clock;
 // Nobody's share of a kernel of a list takes so much longer than another's: its thread does not run.
-constexpr auto STALL = std::chrono::milliseconds(1);
-constexpr auto PAUSE = std::chrono::milliseconds(100);
+constexpr double STALL = 1e-3;
+constexpr double PAUSE = 0.1;
+
+inline double seconds() { return std::chrono::duration<double>(Clock::now().time_since_epoch()).count(); }
 
 inline void pause_briefly() {
 #if defined(__SSE2__)
@@ -42,7 +44,6 @@ struct Shared {
   alignas(64) std::atomic<int> arrived{0};
   alignas(64) std::atomic<int> round{0};
   std::atomic<bool> has_stalled{false};
-  Clock::time_point alone_until{};
   std::unique_ptr<char[]> memory;
   int64_t capacity = 0;
 
@@ -91,9 +92,9 @@ class Team {
       if (shared_.round.load(std::memory_order_acquire) != round) return;
       pause_briefly();
     }
-    const auto start = Clock::now();
+    const double start = seconds();
     while (shared_.round.load(std::memory_order_acquire) == round) sched_yield();
-    if (Clock::now() - start > STALL) shared_.has_stalled.store(true, std::memory_order_relaxed);
+    if (seconds() - start > STALL) shared_.has_stalled.store(true, std::memory_order_relaxed);
   }
 
  private:
@@ -116,11 +117,17 @@ struct Call {
   const void* args;
 };
 
-// One after the other, on `threads` threads. The threads are those of OpenMP: torch's.
-inline void run_calls(const Call* calls, int64_t count, int threads) {
+// What is known of a list that is run again and again; in seconds, of a clock that only goes forward. Declared there too.
+struct Pace {
+  double alone = 0;        // how long it takes on one thread, about; 0 before it is known
+  double alone_until = 0;  // when several may try again
+};
+
+// One after the other, on `threads` threads. The threads are those of OpenMP: torch's. A list has a pace, a call has none.
+inline void run_calls(const Call* calls, int64_t count, int threads, Pace* pace) {
   static thread_local Shared shared;
-  const bool is_list = count > 1;
-  if (is_list ? Clock::now() < shared.alone_until : !calls->kernel->is_long(calls->args)) threads = 1;
+  const double start = pace ? seconds() : 0;
+  if (pace ? start < pace->alone_until : !calls->kernel->is_long(calls->args)) threads = 1;
   for (int64_t i = 0; i < count; i++) shared.fit(calls[i].kernel->scratch(calls[i].args, threads));
   Shared* const ours = &shared;
 #pragma omp parallel num_threads(threads) if (threads > 1)
@@ -131,5 +138,9 @@ inline void run_calls(const Call* calls, int64_t count, int threads) {
       team.barrier();
     }
   }
-  if (shared.has_stalled.exchange(false, std::memory_order_relaxed) && is_list) shared.alone_until = Clock::now() + PAUSE;
+  const bool has_stalled = shared.has_stalled.exchange(false, std::memory_order_relaxed);
+  if (!pace) return;
+  const double end = seconds(), took = end - start;
+  if (threads == 1) pace->alone = pace->alone > 0 ? 0.75 * pace->alone + 0.25 * took : took;
+  else if (has_stalled && took > pace->alone) pace->alone_until = end + PAUSE;
 }

@@ -51,7 +51,7 @@ class Matrix:
         """x [T, columns] to [T, rows]."""
         if not self._kept:
             return F.linear(x, self.floats, bias)
-        out = x.new_empty((x.shape[0], self._ends[-1]))
+        out = self._ops.empty((x.shape[0], self._ends[-1]), x.dtype)
         parts = self._products or self._make_products()
         if len(parts) == 1:
             parts[0][1](x, out)

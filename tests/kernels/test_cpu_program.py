@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kernels.capture import NotCapturableError
-from kernels.cpu_program import ARENA_BYTES, Pool, Programs
+from kernels.cpu_program import Programs
+from kernels.pool import ARENA_BYTES, Pool
 from tests.kernels.conftest import cpu_ops
 from tests.kernels.test_quantised import random_matrix
 
