@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from kernels.capture import NotCapturableError
+from kernels.cpu import LARGE
+from kernels.cpu_library import Call, Pace
 from kernels.cpu_program import Programs
 from kernels.pool import ARENA_BYTES, Pool
 from tests.kernels.conftest import cpu_ops
@@ -143,3 +145,35 @@ def test_other_ways_to_look_at_a_tensor_are_not_refused(ops: CpuOps):
         x.mul_(3.0)
         replay()
         assert torch.equal(result, run())
+
+
+def test_sizes_that_grow_little_by_little_find_room_in_few_arenas():
+    pool = Pool()
+    for size in range(ARENA_BYTES // 2, 4 * ARENA_BYTES, ARENA_BYTES // 64):
+        pool.empty((size,), torch.uint8)
+    assert len(pool._arenas) <= 4
+
+
+def test_large_results_find_the_memory_of_those_before(ops: CpuOps):
+    x, weight = torch.randn(LARGE // 256, 64), torch.ones(64)
+    first = ops.rms_norm(x, weight, 1e-5)
+    place, second = first.data_ptr(), ops.rms_norm(x, weight, 1e-5)
+    assert second.data_ptr() != place
+    assert torch.equal(first, second)
+    del first
+    assert ops.rms_norm(x, weight, 1e-5).data_ptr() == place
+
+
+def test_a_list_whose_pace_says_so_runs_on_one_thread_and_learns_how_long_that_takes():
+    ops = cpu_ops("generic", 2)
+    x, weight = torch.randn(4, 64), torch.ones(64)
+    ops.calls.recording = recording = []
+    out = ops.rms_norm(x, weight, 1e-5)
+    ops.calls.recording = None
+    expected, calls = out.clone(), (Call * 1)(recording[0])
+    for alone_until in (0.0, 1e18):
+        pace = Pace(0.0, alone_until)
+        out.zero_()
+        ops.calls.library.run_list(calls, 2, pace)
+        assert torch.equal(out, expected)
+        assert (pace.alone > 0) == (alone_until > 0)
