@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,13 +23,14 @@ _ALIGNMENT = 64
 
 
 class Pool:
-    """Of one thread."""
+    """One thread takes from it; memory may come back on any."""
 
     def __init__(self) -> None:
         self._arenas: list[np.ndarray[Any, np.dtype[np.uint8]]] = []
         self._free: list[tuple[int, int, int]] = []
         """Arena, first byte and end of each piece, in this order."""
-        self._epoch = 0
+        self._returned: deque[tuple[int, int, int]] = deque()
+        """Pieces that are no longer used, until memory is wanted."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         cells = math.prod(shape)
@@ -37,15 +39,16 @@ class Pool:
         arena, first = self._take(size)
         memory = self._arenas[arena][first : first + nbytes]
         # The tensor's storage keeps this array, and nothing else does.
-        weakref.finalize(memory, self._give_back, self._epoch, (arena, first, first + size)).atexit = False
+        weakref.finalize(memory, self._returned.append, (arena, first, first + size)).atexit = False
         return torch.from_numpy(memory).view(dtype)[:cells].view(shape)
 
     def reset(self) -> None:
         """All memory is free again, whoever still looks at it."""
-        self._epoch += 1
+        self._returned = deque()  # what comes back from now on is free already
         self._free = [(arena, 0, len(memory)) for arena, memory in enumerate(self._arenas)]
 
     def _take(self, size: int) -> tuple[int, int]:
+        self._merge_returned()
         for place, (arena, first, end) in enumerate(self._free):
             if end - first >= size:
                 self._free[place : place + 1] = [(arena, first + size, end)] if end - first > size else []
@@ -58,11 +61,12 @@ class Pool:
         self._free.append((len(self._arenas) - 1, 0, len(self._arenas[-1])))
         return self._take(size)
 
-    def _give_back(self, epoch: int, piece: tuple[int, int, int]) -> None:
-        if epoch != self._epoch:
+    def _merge_returned(self) -> None:
+        pieces = [self._returned.popleft() for _ in range(len(self._returned))]
+        if not pieces:
             return
         merged: list[tuple[int, int, int]] = []
-        for arena, first, end in sorted([*self._free, piece]):
+        for arena, first, end in sorted(self._free + pieces):
             if merged and merged[-1][0] == arena and merged[-1][2] == first:
                 merged[-1] = (arena, merged[-1][1], end)
             else:
