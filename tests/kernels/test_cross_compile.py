@@ -17,15 +17,16 @@ CASES = [(name, capability) for name, launch in LAUNCHES.items() for capability 
 
 
 @pytest.fixture(scope="module")
-def compiled() -> list[Compiled]:
-    """In a process of its own: where the interpreter is on, nothing is compiled."""
+def compiled(request: pytest.FixtureRequest) -> list[Compiled]:
+    """In a process of its own: where the interpreter is on, nothing is compiled. What each takes stands in the log."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.kernels.cross_compile", "--json"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     results = msgspec.json.decode(done.stdout, type=list[Compiled])
-    sys.stdout.write(table(results))
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        sys.stdout.write(f"\n{table(results)}\n")
     return results
 
 
