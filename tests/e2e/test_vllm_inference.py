@@ -164,7 +164,7 @@ def test_a_deadline_reaches_the_core_and_frees_the_request():
         return state.message.deadline, caught.value.code()
 
     deadline, code = served(test, null_step_ms=1)
-    assert 0 < deadline <= 0.5
+    assert 0 < deadline <= 0.51  # on its way a timeout is rounded up, by milliseconds
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
