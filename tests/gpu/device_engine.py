@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from core_proc.engine_core import EngineCore
-from core_proc.request import make_request
 from gpu_executor.uniproc import UniprocExecutor
 from gpu_executor.worker import Worker
 from protos.config import EngineConfig, build
-from protos.messages import EngineCoreRequest, Sampling
+from tests.model_runner.staged import Engine
+from tests.model_runner.tiny import save_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
     from tests.gpu.device_sizes import DeviceSizes
 
 BLOCK_SIZE = 16
-GREEDY = Sampling(ignore_eos=True)
 
 
 class TimedWorker(Worker):
@@ -49,38 +45,28 @@ class TimedWorker(Worker):
         return pending
 
 
-class DeviceEngine:
+class DeviceEngine(Engine):
     """Greedy, and to the number of tokens asked for."""
 
     def __init__(self, sizes: DeviceSizes, weights: dict[str, torch.Tensor] | None = None, **options: Any) -> None:
         """`weights` by their Hugging Face names; random ones if there are none."""
         with tempfile.TemporaryDirectory() as directory:
             path = Path(directory)
-            (path / "config.json").write_text(
-                json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes.model})
-            )
-            self.config = build(
-                EngineConfig,
-                **{
-                    "model": str(path),
-                    "load_format": "dummy",
-                    "device": sizes.device.type,
-                    "dtype": str(sizes.dtype).removeprefix("torch."),
-                    "num_kv_blocks": 1 + sizes.kv_tokens // BLOCK_SIZE,
-                    "max_num_seqs": max(sizes.batches),
-                    "block_size": BLOCK_SIZE,
-                    **options,
-                },
-            )
-            self.worker = TimedWorker(self.config)
-            executor = UniprocExecutor(self.config, (), self.worker)
-            self.core = EngineCore(self.config, (), executor=executor)
+            save_shape(path, **sizes.model)
+            given = {
+                "model": str(path),
+                "load_format": "dummy",
+                "device": sizes.device.type,
+                "dtype": str(sizes.dtype).removeprefix("torch."),
+                "num_kv_blocks": 1 + sizes.kv_tokens // BLOCK_SIZE,
+                "max_num_seqs": max(sizes.batches),
+                "block_size": BLOCK_SIZE,
+            }
+            config = build(EngineConfig, **given | options)
+            self.worker = TimedWorker(config)
+            super().__init__(path, config, executor=UniprocExecutor(config, (), self.worker))
         if weights is not None:
             self._fill(weights)
-        self._num_requests = 0
-        self.logprobs: list[float] = []
-        """Of tokens drawn and of those of prompts, where requests ask: in the order in which they came."""
-        self.prompt_logprobs: list[float] = []
 
     @torch.inference_mode()
     def _fill(self, weights: dict[str, torch.Tensor]) -> None:
@@ -90,50 +76,28 @@ class DeviceEngine:
             for part, view in target.pieces():
                 view.copy_(weights[name][part])
 
-    def start(self, prompts: Sequence[Sequence[int]], num_tokens: int, sampling: Sampling = GREEDY) -> range:
+    def start(self, prompts: Sequence[Sequence[int]], num_tokens: int, **sampling: Any) -> list[int]:
         """Queues a request for each prompt; their handles."""
-        first = self._num_requests
-        self._num_requests += len(prompts)
-        for handle, prompt in enumerate(prompts, first):
-            message = EngineCoreRequest(
-                handle=handle,
-                prompt_token_ids=np.array(prompt, "<i4").tobytes(),
-                sampling=sampling,
-                max_tokens=num_tokens,
-            )
-            self.core.scheduler.add(
-                make_request(message, 0, BLOCK_SIZE, self.core.ready.max_model_len, time.monotonic())
-            )
-        return range(first, self._num_requests)
+        return [self.add(prompt, num_tokens, **sampling) for prompt in prompts]
 
-    def step(self) -> list[tuple[int, int]]:
-        """Issues a step; (handle, token) of what came back."""
-        self.core.step()
-        found = []
-        for outputs in self.core.scheduler.events.take().values():
-            if outputs.logprobs is not None:
-                self.logprobs += np.frombuffer(outputs.logprobs.logprobs, "<f4").tolist()
-            for told in outputs.prompt_logprobs:
-                self.prompt_logprobs += np.frombuffer(told.columns.logprobs, "<f4").tolist()
-            handles = np.frombuffer(outputs.handles, "<i8").tolist()
-            found += list(zip(handles, np.frombuffer(outputs.token_ids, "<i4").tolist(), strict=True))
-        return found
+    def step_until(self, num_tokens: int) -> int:
+        """Steps that bring at least so many tokens; how many they brought."""
+        events = self.scheduler.events
+        before = events.num_tokens
+        while events.num_tokens < before + num_tokens:
+            self.step()
+        return events.num_tokens - before
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, sampling: Sampling = GREEDY
-    ) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], num_tokens: int, **sampling: Any) -> list[list[int]]:
         """What each prompt goes on with, all at once."""
-        handles = self.start(prompts, num_tokens, sampling)
-        texts: dict[int, list[int]] = {handle: [] for handle in handles}
-        while self.core.has_work:
-            for handle, token_id in self.step():
-                texts[handle].append(token_id)
-        return list(texts.values())
+        handles = self.start(prompts, num_tokens, **sampling)
+        self.run()
+        return [self.tokens[handle] for handle in handles]
 
     def close(self) -> None:
         """Gives the device's memory back."""
         self.core.shutdown()
-        del self.worker, self.core
+        del self.worker, self.core, self.scheduler, self.executor
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kernels.ops import make_ops
 from kernels.reference import ReferenceOps
-from tests.gpu.paged import paged_problem
+from tests.kernels.attention_cases import make_batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,32 +16,31 @@ if TYPE_CHECKING:
     from kernels.ops import Ops
     from tests.gpu.device_report import DeviceReport
     from tests.gpu.device_sizes import DeviceSizes
+    from tests.kernels.attention_cases import Batch
 
 BLOCK_SIZE = 16
 ERRORS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Of a number about 1, by the type it is rounded to."""
-ROWS = [
-    ([37, 130], [37, 130]),
-    ([64, 5], [300, 77]),
-    ([1] * 5, [1, 16, 17, 200, 1000]),
-    ([1, 90, 1, 3], [500, 90, 33, 130]),
+BATCHES = [
+    [(37, 37), (130, 130)],
+    [(64, 300), (5, 77)],
+    [(1, 1), (1, 16), (1, 17), (1, 200), (1, 1000)],
+    [(1, 500), (90, 90), (1, 33), (3, 130)],
 ]
 """Queries and keys of each row: prompts, pieces of prompts, rows that draw, and all of these together."""
-Variant = tuple[torch.dtype, tuple[int, int, int], int, float, bool, torch.dtype | None]
 BF16 = torch.bfloat16
-VARIANTS: dict[str, Variant] = {
-    "128 dimensions, bfloat16": (BF16, (32, 8, 128), 0, 0.0, False, None),
-    "128, float16": (torch.float16, (32, 8, 128), 0, 0.0, False, None),
-    "128, float32": (torch.float32, (32, 8, 128), 0, 0.0, False, None),
-    "64, three heads to one": (BF16, (9, 3, 64), 0, 0.0, False, None),
-    "80": (BF16, (4, 4, 80), 0, 0.0, False, None),
-    "256, eight to one": (BF16, (8, 1, 256), 0, 0.0, False, None),
-    "128, window": (BF16, (32, 8, 128), 50, 0.0, False, None),
-    "128, cap": (BF16, (32, 8, 128), 0, 30.0, False, None),
-    "64, sinks": (BF16, (8, 2, 64), 0, 0.0, True, None),
-    "128, fp8 cache": (BF16, (32, 8, 128), 0, 0.0, False, torch.float8_e4m3fn),
+VARIANTS: dict[str, tuple[torch.dtype, tuple[int, int, int], dict[str, Any]]] = {
+    "128 dimensions, bfloat16": (BF16, (32, 8, 128), {}),
+    "128, float16": (torch.float16, (32, 8, 128), {}),
+    "128, float32": (torch.float32, (32, 8, 128), {}),
+    "64, three heads to one": (BF16, (9, 3, 64), {}),
+    "80": (BF16, (4, 4, 80), {}),
+    "256, eight to one": (BF16, (8, 1, 256), {}),
+    "128, window": (BF16, (32, 8, 128), {"window": 50}),
+    "128, cap": (BF16, (32, 8, 128), {"softcap": 30.0}),
+    "64, sinks": (BF16, (8, 2, 64), {"has_sinks": True}),
 }
-"""Each is a kernel of its own: type, heads, KV heads and their size, window, cap, sinks, the cache's type."""
+"""Each is a kernel of its own: type, heads, KV heads and their size, and what else there is to attention."""
 
 
 def check_kernels(report: DeviceReport, sizes: DeviceSizes) -> None:
@@ -55,16 +54,17 @@ def check_kernels(report: DeviceReport, sizes: DeviceSizes) -> None:
 
 
 def _check_attention(report: DeviceReport, ops: Ops, twin: Ops, device: torch.device) -> None:
-    for name, (dtype, (heads, kv_heads, head_dim), window, softcap, has_sinks, cache_dtype) in VARIANTS.items():
-        sinks = _random(heads, device=device) if has_sinks else None
-        errors = []
-        for query_lens, seq_lens in ROWS:
-            shape = query_lens, seq_lens, heads, kv_heads, head_dim, BLOCK_SIZE, cache_dtype
-            problem, truth = (paged_problem(each, device, dtype, *shape) for each in (ops, twin))
-            errors.append(
-                _error(problem.attend(ops, window, softcap, sinks), truth.attend(twin, window, softcap, sinks))
-            )
-        report.near(f"attention, {name}", float(torch.tensor(errors).max()), ERRORS[dtype])
+    for name, (dtype, shape, options) in VARIANTS.items():
+        batches = [make_batch(rows, *shape, BLOCK_SIZE, dtype, device=device, **options) for rows in BATCHES]
+        report.near(f"attention, {name}", _attention_error(batches, ops, twin), ERRORS[dtype])
+    batches = [make_batch(rows, 32, 8, 128, BLOCK_SIZE, BF16, device=device) for rows in BATCHES]
+    in_eight_bits = [batch.in_eight_bits(0.02, 0.01) for batch in batches]
+    report.near("attention, 128, fp8 cache", _attention_error(in_eight_bits, ops, twin), ERRORS[BF16])
+
+
+def _attention_error(batches: list[Batch], ops: Ops, twin: Ops) -> float:
+    """NaN if one of them is."""
+    return float(torch.tensor([_error(batch.run(ops), batch.run(twin)) for batch in batches]).max())
 
 
 def _error(ours: torch.Tensor, truth: torch.Tensor) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from protos.messages import Sampling
 from tests.gpu.device_engine import BLOCK_SIZE, DeviceEngine
 
 if TYPE_CHECKING:
@@ -65,11 +65,16 @@ def check_model(report: DeviceReport, sizes: DeviceSizes, judge: Any) -> None:
 def _check_logprobs(report: DeviceReport, sizes: DeviceSizes, engine: DeviceEngine, judge: Any) -> None:
     """Those of a prompt and of what was drawn."""
     (prompt,) = make_prompts(sizes, 1, seed=3)
-    (text,) = engine.generate([prompt], sizes.output_tokens, Sampling(ignore_eos=True, logprobs=5, prompt_logprobs=0))
+    engine.logprobs.clear()
+    (text,) = engine.generate([prompt], sizes.output_tokens, logprobs=5, prompt_logprobs=0)
+    told = [np.frombuffer(part, "<f4").tolist() for part in engine.logprobs]
+    # A prompt's come in one step, together, and those of an output one by one.
+    of_prompt = max(told, key=len)
+    told.remove(of_prompt)
     ids = torch.tensor([prompt + text], device=judge.device)
     with torch.inference_mode():
         theirs = judge(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
-    ours = torch.tensor(engine.prompt_logprobs + engine.logprobs)
+    ours = torch.tensor([*of_prompt, *(logprob for (logprob,) in told)])
     report.near("log-probabilities of a prompt and an output", float((ours - theirs).abs().max()), GAPS[sizes.dtype])
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kernels.ops import make_ops
 from tests.gpu.device_engine import BLOCK_SIZE, DeviceEngine
 from tests.gpu.model_checks import make_prompts
-from tests.gpu.paged import paged_problem
+from tests.kernels.attention_cases import make_batch
 
 if TYPE_CHECKING:
     from tests.gpu.device_clock import DeviceClock
@@ -39,9 +39,9 @@ def _time_decode_attention(report: DeviceReport, sizes: DeviceSizes, clock: Devi
     heads, kv_heads, head_dim = _heads(sizes)
     ops = make_ops(sizes.device, BLOCK_SIZE, 2)
     for rows in (1, 64):
-        lens = [sizes.context] * rows
-        problem = paged_problem(ops, sizes.device, sizes.dtype, [1] * rows, lens, heads, kv_heads, head_dim)
-        seconds = clock.seconds(lambda problem=problem: problem.attend(ops))
+        shape = [(1, sizes.context)] * rows, heads, kv_heads, head_dim, BLOCK_SIZE, sizes.dtype
+        batch = make_batch(*shape, device=sizes.device).laid_out_for(ops)
+        seconds = clock.seconds(lambda batch=batch: batch.attend(ops))
         read = 2 * rows * sizes.context * kv_heads * head_dim * sizes.dtype.itemsize
         share = read / seconds / clock.copy_rate
         what = f"decode attention, {rows} rows of {sizes.context} keys"
@@ -60,8 +60,9 @@ def _time_decode_attention(report: DeviceReport, sizes: DeviceSizes, clock: Devi
 def _time_prefill_attention(report: DeviceReport, sizes: DeviceSizes, clock: DeviceClock) -> None:
     heads, kv_heads, head_dim = _heads(sizes)
     ops, tokens = make_ops(sizes.device, BLOCK_SIZE, 2), sizes.prefill_tokens
-    problem = paged_problem(ops, sizes.device, sizes.dtype, [tokens], [tokens], heads, kv_heads, head_dim)
-    seconds = clock.seconds(lambda: problem.attend(ops))
+    shape = [(tokens, tokens)], heads, kv_heads, head_dim, BLOCK_SIZE, sizes.dtype
+    batch = make_batch(*shape, device=sizes.device).laid_out_for(ops)
+    seconds = clock.seconds(lambda: batch.attend(ops))
     operations = 2 * tokens**2 * heads * head_dim  # two products, of which causality leaves a half
     share = operations / seconds / clock.matrix_rate
     report.measure(f"prefill attention of {tokens} tokens", seconds * 1e3, "ms", share, of="of the matrix rate")
@@ -107,20 +108,13 @@ def _time_decode(
 ) -> None:
     num_steps = WARM_UP_STEPS + TIMED_STEPS + 4
     engine.start(make_prompts(sizes, batch, seed=batch), num_steps)
-    num_tokens = 0
-    while num_tokens < batch * WARM_UP_STEPS:
-        num_tokens += len(engine.step())
-    num_tokens = 0
+    engine.step_until(batch * WARM_UP_STEPS)
     clock.sync()
-    host = engine.worker.host_seconds
-    start = time.perf_counter()
-    while num_tokens < batch * TIMED_STEPS:
-        num_tokens += len(engine.step())
-    num_steps_timed = num_tokens / batch
-    seconds = (time.perf_counter() - start) / num_steps_timed
-    host = (engine.worker.host_seconds - host) / num_steps_timed
-    while engine.core.has_work:
-        engine.step()
+    host, start = engine.worker.host_seconds, time.perf_counter()
+    timed = engine.step_until(batch * TIMED_STEPS) / batch
+    seconds = (time.perf_counter() - start) / timed
+    host = (engine.worker.host_seconds - host) / timed
+    engine.run()
     # What has to be read in a step: all weights but the embeddings, and the keys and values there are.
     embeddings = sizes.model["vocab_size"] * sizes.model["hidden_size"] * sizes.dtype.itemsize
     read = engine.core.ready.weight_bytes - embeddings
@@ -137,13 +131,10 @@ def _time_busy(report: DeviceReport, sizes: DeviceSizes, engine: DeviceEngine) -
     """How much of a large decode step the device works, by its own trace."""
     batch = max(sizes.timed_batches)
     engine.start(make_prompts(sizes, batch, seed=batch), WARM_UP_STEPS + TIMED_STEPS)
-    num_tokens = 0
-    while num_tokens < batch * WARM_UP_STEPS:
-        num_tokens += len(engine.step())
+    engine.step_until(batch * WARM_UP_STEPS)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         start = time.perf_counter()
-        while engine.core.has_work:
-            engine.step()
+        engine.run()
         torch.cuda.synchronize(sizes.device)
         seconds = time.perf_counter() - start
     busy = sum(event.self_device_time_total for event in trace.key_averages()) / 1e6

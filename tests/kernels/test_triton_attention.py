@@ -7,11 +7,10 @@ import torch
 
 from kernels import triton_attention
 from kernels.reference import ReferenceOps
-from tests.kernels.attention_cases import Batch, make_batch
+from tests.kernels.attention_cases import EXACT, HEAD_SHAPES, SHORT, WIDE, Batch, make_batch
 from tests.kernels.interpreted import AMPERE, assert_equals_twin, cuda_ops, poisoned_outputs
 
 OPS, TWIN = cuda_ops(), ReferenceOps()
-SHORT, WIDE, EXACT = torch.float16, torch.bfloat16, torch.float32
 MIXED = [(1, 1), (7, 7), (1, 37), (33, 170), (0, 0), (19, 140)]
 
 
@@ -38,21 +37,7 @@ def test_rows_of_any_number_of_queries(window: int, softcap: float, has_sinks: b
     assert_equals_twin(attended(batch), batch.run(TWIN))
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "kv_heads", "block_size", "dtype"),
-    [
-        (16, 4, 4, 16, EXACT),
-        (32, 8, 1, 32, SHORT),
-        (64, 9, 3, 16, WIDE),
-        (80, 2, 2, 32, WIDE),
-        (80, 8, 1, 16, EXACT),
-        (96, 4, 1, 16, SHORT),
-        (128, 8, 1, 32, WIDE),
-        (128, 20, 1, 16, EXACT),
-        (256, 8, 2, 16, WIDE),
-        (256, 3, 1, 32, EXACT),
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "block_size", "dtype"), HEAD_SHAPES)
 def test_head_shapes(head_dim: int, heads: int, kv_heads: int, block_size: int, dtype: torch.dtype):
     batch = make_batch([(5, 5), (1, 90), (21, 70), (0, 0)], heads, kv_heads, head_dim, block_size, dtype, seed=head_dim)
     assert_equals_twin(attended(batch), batch.run(TWIN))

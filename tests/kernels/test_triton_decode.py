@@ -12,13 +12,12 @@ from kernels.cuda import CudaOps
 from kernels.gpu import Gpu
 from kernels.reference import ReferenceOps
 from kernels.triton_decode import MAX_SPLITS, MIN_SPLITS, num_splits
-from tests.kernels.attention_cases import Batch, make_batch
+from tests.kernels.attention_cases import EXACT, HEAD_SHAPES, SHORT, WIDE, Batch, make_batch
 from tests.kernels.interpreted import HOPPER, assert_equals_twin, cuda_ops, poisoned_outputs
 
 OPS, TWIN = cuda_ops(Gpu(capability=90, num_sms=8)), ReferenceOps()
 """With few splits, for the interpreter takes milliseconds for each."""
 INVARIANT = CudaOps(HOPPER, batch_invariant=True)
-SHORT, WIDE, EXACT = torch.float16, torch.bfloat16, torch.float32
 LENGTHS = [1, 37, 0, 600, 128, 0]
 """Of keys; rows without are padding."""
 
@@ -61,21 +60,7 @@ def test_rows_of_any_length(window: int, softcap: float, has_sinks: bool, dtype:
     assert_twin(make_step(LENGTHS, dtype=dtype, window=window, softcap=softcap, has_sinks=has_sinks))
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "heads", "kv_heads", "block_size", "dtype"),
-    [
-        (16, 4, 4, 16, EXACT),
-        (32, 8, 1, 32, SHORT),
-        (64, 9, 3, 16, WIDE),
-        (80, 2, 2, 32, WIDE),
-        (80, 8, 1, 16, EXACT),
-        (96, 4, 1, 16, SHORT),
-        (128, 8, 1, 32, WIDE),
-        (128, 20, 1, 16, EXACT),
-        (256, 8, 2, 16, WIDE),
-        (256, 3, 1, 32, EXACT),
-    ],
-)
+@pytest.mark.parametrize(("head_dim", "heads", "kv_heads", "block_size", "dtype"), HEAD_SHAPES)
 def test_head_shapes(head_dim: int, heads: int, kv_heads: int, block_size: int, dtype: torch.dtype):
     assert_twin(make_step([90, 333, 0], heads, kv_heads, head_dim, block_size, dtype, seed=head_dim))
 
