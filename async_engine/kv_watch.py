@@ -7,6 +7,8 @@ import contextlib
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from protos.errors import OverloadedError
 from protos.kv_changes import ROUTER_WATCH, KVChanges, MoreKV, UnwatchKV, WatchKV
 
@@ -146,7 +148,7 @@ class KVWatches:
     def found(self, slot: CoreSlot) -> None:
         """There is a core again: what it holds is told from the beginning."""
         for watch in self._watches.values():
-            slot.send(WatchKV(watch.asked.watch, watch.asked.detail, with_all=True, on_demand=True))
+            slot.send(msgspec.structs.replace(watch.asked, with_all=True))
 
     def close(self, error: TailraceError) -> None:
         """Nothing more comes."""

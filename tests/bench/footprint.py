@@ -10,31 +10,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvloop
 
-import async_engine  # noqa: F401  first, so that grpc is imported as the server imports it
+from async_engine.bench.load import process_cpu_seconds
 from async_engine.bench.table import format_table
 from tailrace_client import AsyncClient
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from tests.e2e.serving import ServerProcess, children
 
 MIB = 1 << 20
 SETTLE_SECONDS = 2.0
 """Until what a start leaves to do is done."""
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory(pid: int) -> float:
@@ -43,23 +33,6 @@ def memory(pid: int) -> float:
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024 / MIB
     raise AssertionError("no Pss")
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-@contextlib.contextmanager
-def server(flags: list[str]) -> Iterator[tuple[int, str]]:
-    """Its pid and address."""
-    command = [sys.executable, "-m", "async_engine.cli", "serve", "--listen", "127.0.0.1:0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.pid, next(line.split()[3] for line in process.stdout if "ready on" in line).rstrip(":")
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def imports(module: str) -> float:
@@ -103,14 +76,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--streams", type=int, default=64)
     arguments, flags = parser.parse_known_args()
-    with server(flags) as (pid, address):
+    with ServerProcess("--listen", "127.0.0.1:0", "--log-level", "error", *flags) as server:
+        address, pid = server.wait_ready().address, server.process.pid
         processes = {"front end": pid}
         processes |= {f"core{number or ''}": child for number, child in enumerate(children(pid))}
         time.sleep(SETTLE_SECONDS)
-        before = {name: cpu_seconds(each) for name, each in processes.items()}
+        before = {name: process_cpu_seconds(each) for name, each in processes.items()}
         time.sleep(arguments.seconds)
         rows: list[list[object]] = [
-            [f"{name}, CPU at rest", f"{(cpu_seconds(each) - before[name]) / arguments.seconds:.2%}"]
+            [f"{name}, CPU at rest", f"{(process_cpu_seconds(each) - before[name]) / arguments.seconds:.2%}"]
             for name, each in processes.items()
         ]
         rows += [[f"{name}, MiB ready", memory(each)] for name, each in processes.items()]
