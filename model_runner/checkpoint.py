@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from model_runner.target import Target
 
-_WRAPPERS = re.compile(r"\A(?:(?:_orig_mod|module|model|language_model|transformer|decoder)\.)+")
-"""What stands before the names of the tensors: modules around the layers, which checkpoints have or have not."""
 _STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|gate_proj|up_proj|down_proj)(?:\.weight)?")
 """Of all experts of a layer, in one tensor."""
 
@@ -45,19 +43,6 @@ class Checkpoint(Protocol):
     def read(self, wanted: list[CheckpointTensor], table: dict[str, Target]) -> Iterator[int]:
         """Fills the table's targets from the tensors wanted; yields the bytes read with each."""
         ...
-
-
-def bare_name(name: str) -> str:
-    """The name without the modules around: what the names of a tensor in different checkpoints have in common."""
-    return _WRAPPERS.sub("", name)
-
-
-def renamed(name: str, parts: dict[str, str]) -> str:
-    """The name with some of its parts, one or several between dots, in other words."""
-    name = f".{name}"
-    for old, new in parts.items():
-        name = name.replace(f".{old}.", f".{new}.")
-    return name[1:]
 
 
 def unstacked(tensor: CheckpointTensor) -> list[CheckpointTensor]:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
-from model_runner.checkpoint import CheckpointTensor, renamed
+from model_runner.checkpoint import CheckpointTensor
 from protos.errors import StartupError
 from protos.json_files import read_json_object
+from protos.tensor_names import renamed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from model_runner.checkpoint import bare_name, unstacked
+from model_runner.checkpoint import unstacked
 from model_runner.models import make_model
 from model_runner.parallel import Workers
 from protos.architectures import ARCHITECTURES
 from protos.errors import StartupError
+from protos.tensor_names import bare_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Set

@@ -46,6 +46,8 @@ class Architecture(ArchitectureRow, frozen=True, kw_only=True):
     rope_kinds: dict[str, str] = {}
     """Kinds of rotary embedding by names that only files of this one mean them by."""
     merged_projections: bool = False
+    gated: bool = True
+    """Its MLPs have a gate."""
     qk_norm: str = ""
     norm_place: str = "before"
     activations: tuple[str, ...] = ("silu", "gelu_pytorch_tanh")

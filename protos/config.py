@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from protos.adapter_config import AdapterOptions
 from protos.errors import InvalidRequestError
 from protos.parallel_config import ParallelOptions
 from protos.scale_config import CoreServerOptions, ScaleOptions
@@ -168,6 +169,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that an engine needs to know; sent to the core process on start."""
 
     model: ModelOptions = ModelOptions()
+    adapters: AdapterOptions = AdapterOptions()
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()
     executor: ExecutorOptions = ExecutorOptions()

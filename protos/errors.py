@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-MAX_STARTUP_TEXT = 1000
+MAX_TEXT = 1000
 
 
 class TailraceError(Exception):
@@ -128,6 +128,19 @@ class RequestFailedError(TailraceError):
     reason = "REQUEST_FAILED"
 
 
+class AdapterError(TailraceError):
+    """An adapter's files cannot be served with this model. One line: which file, and what is wrong with it.
+
+    What a damaged file said may be quoted in it: it is made printable, and short.
+    """
+
+    status = "INVALID_ARGUMENT"
+    reason = "INVALID_ADAPTER"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_shown(message))
+
+
 class StartupError(TailraceError):
     """The engine could not start. The text is one line: the root cause and, where known, the fix.
 
@@ -138,6 +151,11 @@ class StartupError(TailraceError):
     reason = "STARTUP"
 
     def __init__(self, message: str) -> None:
-        if len(message) > MAX_STARTUP_TEXT:
-            message = message[:MAX_STARTUP_TEXT] + "..."
-        super().__init__("".join(character if character.isprintable() else "?" for character in message))
+        super().__init__(_shown(message))
+
+
+def _shown(message: str) -> str:
+    """A text that quotes files, as it may be printed."""
+    if len(message) > MAX_TEXT:
+        message = message[:MAX_TEXT] + "..."
+    return "".join(character if character.isprintable() else "?" for character in message)

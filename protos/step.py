@@ -32,6 +32,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     sampling: Sampling
     prompt_logprobs_from: int = 1
     """First position of the prompt whose log-probability is still to be told, where `sampling` asks for them."""
+    adapter: int = 0
+    """Slot of the adapter that computes the row, 0 for the model alone."""
 
 
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
