@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.profiler import Profiler
-    from protos.config import ServerOptions
     from protos.front_ends import Question
+    from protos.server_config import ServerOptions
 
 logger = logging.getLogger(__name__)
 

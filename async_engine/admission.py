@@ -9,8 +9,8 @@ from protos.errors import OverloadedError
 
 if TYPE_CHECKING:
     from async_engine.request_state import RequestState
-    from protos.config import AdmissionOptions
     from protos.messages import CoreStats
+    from protos.server_config import AdmissionOptions
 
 MIN_RETRY_SECONDS = 1.0
 MAX_RETRY_SECONDS = 60.0

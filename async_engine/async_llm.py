@@ -19,9 +19,9 @@ from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
 from async_engine.request_state import RequestState
 from async_engine.served_model import digest_model, open_model
 from async_engine.stream import RequestStream
-from protos.config import AdmissionOptions
 from protos.errors import CoreDiedError, DuplicateRequestError, StartupError, TailraceError, UnavailableError
 from protos.messages import Finished, FinishReason
+from protos.server_config import AdmissionOptions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence

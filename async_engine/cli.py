@@ -10,7 +10,6 @@ try:
 
     from async_engine.flags import HelpFormatter, Parser, VersionAction, add_flags, explain, parse, values
     from protos.config import (
-        AdmissionOptions,
         CacheOptions,
         CoreConfig,
         EngineConfig,
@@ -18,13 +17,13 @@ try:
         ModelOptions,
         SchedulerOptions,
         ServeConfig,
-        ServerOptions,
         build,
     )
     from protos.errors import InvalidRequestError, TailraceError
     from protos.parallel_config import ParallelOptions
     from protos.params import SamplingParams
     from protos.scale_config import CoreServerOptions, ScaleOptions
+    from protos.server_config import AdmissionOptions, ServerOptions
 except KeyboardInterrupt:
     sys.exit(130)  # Ctrl-C may come this early
 

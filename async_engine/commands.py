@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.server import Server
-    from protos.config import CoreConfig, EngineConfig, ServeConfig, ServerOptions
+    from protos.config import CoreConfig, EngineConfig, ServeConfig
     from protos.messages import CoreReady
     from protos.params import SamplingParams
     from protos.scale_config import CoreServerOptions
+    from protos.server_config import ServerOptions
 
 
 def serve(config: ServeConfig) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from async_engine.health import HealthServicer
-    from protos.config import ServerOptions
+    from protos.server_config import ServerOptions
 
 MAX_PENDING_CALLS = 65_536
 NEVER = (1 << 31) - 1

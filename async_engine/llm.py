@@ -14,8 +14,9 @@ from async_engine.beam_search import Beam, beam_search
 from async_engine.load_bar import LoadBar
 from async_engine.request import ChatPrompt, GenerationRequest, Prompt
 from async_engine.results import RequestOutput, Score, gather
-from protos.config import AdmissionOptions, EngineConfig, build
+from protos.config import EngineConfig, build
 from protos.params import SamplingParams
+from protos.server_config import AdmissionOptions
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence

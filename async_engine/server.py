@@ -30,9 +30,9 @@ from async_engine.profiler import Profiler
 from async_engine.request_log import RequestLog
 from async_engine.served_model import digest_model
 from async_engine.servicer import GenerationServicer
-from protos.config import service_names
 from protos.errors import InvalidRequestError
 from protos.front_ends import Begin, Drain
+from protos.server_config import service_names
 from protos.tailrace.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -48,8 +48,9 @@ if TYPE_CHECKING:
     import grpc.aio
 
     from async_engine.tracing import TraceInterceptor
-    from protos.config import ServeConfig, ServerOptions
+    from protos.config import ServeConfig
     from protos.front_ends import Question
+    from protos.server_config import ServerOptions
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from async_engine.reloaded import Reloaded
 from protos.errors import InvalidRequestError, StartupError
 
 if TYPE_CHECKING:
-    from protos.config import ServerOptions
+    from protos.server_config import ServerOptions
 
 
 def server_credentials(options: ServerOptions) -> grpc.ServerCredentials | None:

@@ -21,7 +21,7 @@ from async_engine.bench.stamps import StampWriter
 from async_engine.endpoint import channel_options
 from async_engine.server import quiet_gc
 from protos.child_process import die_with_parent
-from protos.config import ServerOptions
+from protos.server_config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from async_engine.input_processor import Accepted
     from async_engine.profiler import Profiler
     from async_engine.request import GenerationRequest
-    from protos.config import ServerOptions
+    from protos.server_config import ServerOptions
 
 MAX_ANSWER_BYTES = 4 << 20
 """Of one message: what clients accept that were not told otherwise."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.profiler import Profiler
-    from protos.config import ServerOptions
+    from protos.server_config import ServerOptions
 
 MAX_ANSWERS = 1024
 """Requests of one call in work at once; more are not read. A client that does not read cannot pile answers up."""

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from async_engine.async_llm import AsyncLLM
     from async_engine.logprobs import Logprobs
     from async_engine.outputs import SequenceFinish
-    from protos.config import ServerOptions
     from protos.messages import GrammarSpec
+    from protos.server_config import ServerOptions
 
 
 class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from async_engine.logprobs import Logprobs
     from async_engine.outputs import SequenceFinish
     from async_engine.profiler import Profiler
-    from protos.config import ServerOptions
     from protos.messages import GrammarSpec
+    from protos.server_config import ServerOptions
 
 API_VERSION = "vllm"
 """Clients refuse any other."""

@@ -10,7 +10,7 @@ from async_engine.async_llm import DEFAULT_ADMISSION, AsyncLLM
 from async_engine.outputs import Delta, Summary
 from async_engine.request import GenerationRequest
 from async_engine.stream import RequestStream
-from protos.config import AdmissionOptions, EngineConfig, build
+from protos.config import EngineConfig, build
 from protos.errors import (
     CoreDiedError,
     DuplicateRequestError,
@@ -21,6 +21,7 @@ from protos.errors import (
 )
 from protos.messages import NO_STATS, Abort, FinishReason, GrammarSpec, Vocabulary
 from protos.params import SamplingParams
+from protos.server_config import AdmissionOptions
 from tests.e2e.serving import run, until
 
 ENDLESS = GenerationRequest(prompt="x", params=SamplingParams(max_tokens=30_000))

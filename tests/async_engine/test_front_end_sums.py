@@ -7,10 +7,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from async_engine.admission import Admission
 from async_engine.front_end_report import together
 from async_engine.metrics import MergedRegistry, Totals, samples
-from protos.config import AdmissionOptions
 from protos.errors import OverloadedError
 from protos.front_ends import Report
 from protos.messages import NO_STATS
+from protos.server_config import AdmissionOptions
 
 
 class Numbers:

@@ -10,7 +10,8 @@ from async_engine import cli, top
 from async_engine.async_llm import AsyncLLM
 from async_engine.server import Server
 from async_engine.top import screen
-from protos.config import EngineConfig, ServerOptions, build
+from protos.config import EngineConfig, build
+from protos.server_config import ServerOptions
 from protos.tailrace.v1 import admin_pb2 as pb
 from tests.certificates import Authority
 

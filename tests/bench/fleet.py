@@ -26,10 +26,10 @@ from async_engine.prefix_map import prefix_hashes
 from async_engine.request_state import Rendering, RequestState
 from async_engine.tokenizer import byte_tokenizer
 from protos import codec
-from protos.config import AdmissionOptions
 from protos.errors import OverloadedError
 from protos.kv_changes import ROUTER_WATCH, WatchKV
 from protos.messages import Abort, CoreReady, EngineCoreOutputs, EngineCoreRequest, Vocabulary
+from protos.server_config import AdmissionOptions
 from tests.bench.fleet_load import Turn
 from tests.core_proc.plant import Plant, message_of
 

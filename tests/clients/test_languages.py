@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from protos.config import ServerOptions
+from protos.server_config import ServerOptions
 from tailrace_client import AsyncClient
 from tests.e2e.serving import ROOT, run, serving, until
 

@@ -17,7 +17,8 @@ import grpc
 import async_engine  # noqa: F401  first, so that grpc is imported as the server imports it
 from async_engine.async_llm import AsyncLLM
 from async_engine.server import Server
-from protos.config import AdmissionOptions, EngineConfig, ServerOptions, build
+from protos.config import EngineConfig, build
+from protos.server_config import AdmissionOptions, ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 

@@ -16,9 +16,10 @@ from protos.compat import (
     vllm_inference_pb2,
     vllm_inference_pb2_grpc,
 )
-from protos.config import SERVICES, ServeConfig, build
+from protos.config import ServeConfig, build
 from protos.errors import InvalidRequestError
 from protos.messages import FinishReason
+from protos.server_config import SERVICES
 from tests.e2e.serving import run, serving, until
 
 NAMES = {name for adapter in ADAPTERS.values() for name in adapter.names}

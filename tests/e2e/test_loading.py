@@ -14,8 +14,9 @@ from grpc_status import rpc_status
 from async_engine.async_llm import AsyncLLM
 from async_engine.server import Server
 from core_proc.ahead import import_ahead, module_ahead
-from protos.config import EngineConfig, ServerOptions, build
+from protos.config import EngineConfig, build
 from protos.errors import StartupError
+from protos.server_config import ServerOptions
 from protos.tailrace.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from protos.tailrace.v1 import generation_pb2 as pb
 from tests.e2e.serving import children, open_channel, run, stream_request

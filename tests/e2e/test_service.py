@@ -19,8 +19,8 @@ from grpc_reflection.v1alpha import reflection_pb2
 from async_engine.connect import CHANNEL_OPTIONS
 from async_engine.endpoint import channel_options, check_files
 from async_engine.request_log import Fields, JsonFormatter
-from protos.config import ServerOptions
 from protos.errors import InvalidRequestError
+from protos.server_config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
 from tailrace_client.channel import merge_options
 from tests.e2e.serving import run, serving, stream_request, until

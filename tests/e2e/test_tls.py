@@ -11,8 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from protos.config import ServerOptions
 from protos.errors import InvalidRequestError, StartupError
+from protos.server_config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb
 from protos.tailrace.v1 import generation_pb2_grpc
 from tailrace_client import AsyncClient, Client, Tls, UnavailableError
