@@ -8,6 +8,7 @@ runtime and its threads; ctypes releases the GIL.
 from __future__ import annotations
 
 import ctypes
+import logging
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -17,6 +18,8 @@ import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -84,7 +87,10 @@ class Library:
     """The kernels of one instruction set."""
 
     def __init__(self, path: Path) -> None:
+        """Raises OSError where the operating system does not let the process use what the processor has."""
         library = ctypes.CDLL(str(path))
+        if not library.tailrace_may_run():
+            raise OSError(f"{path.name} may not run here")
         self._run = library.tailrace_run
         self._run.argtypes, self._run.restype = [_pointer, _long, _int, _pointer], None
         library.tailrace_kernel.argtypes, library.tailrace_kernel.restype = [ctypes.c_char_p], _pointer
@@ -102,11 +108,15 @@ class Library:
 
 @cache
 def load_library(variant: str) -> Library | None:
-    """The kernels compiled for an instruction set, or None where they were not built."""
+    """The kernels compiled for an instruction set, or None where they were not built or may not run."""
     for suffix in EXTENSION_SUFFIXES:
         path = Path(__file__).with_name(f"_cpu_{variant}{suffix}")
         if path.exists():
-            return Library(path)
+            try:
+                return Library(path)
+            except OSError as error:
+                logger.info("%s", error)
+                return None
     return None
 
 
@@ -114,7 +124,9 @@ def variants() -> list[str]:
     """The instruction sets of this processor, best first."""
     capability = torch.backends.cpu.get_cpu_capability()
     has_avx512 = capability == "AVX512" and torch.cpu._is_vnni_supported()
-    return ["avx512"] * has_avx512 + ["avx2"] * (capability in ("AVX2", "AVX512")) + ["generic"]
+    has_amx = has_avx512 and torch.cpu._is_amx_tile_supported()
+    has_avx2 = capability in ("AVX2", "AVX512")
+    return ["amx"] * has_amx + ["avx512"] * has_avx512 + ["avx2"] * has_avx2 + ["generic"]
 
 
 class Calls:

@@ -1,9 +1,10 @@
 // The C interface: kernels by name, and one function that runs a list of them.
 //
-// Each variant (generic.cpp, avx2.cpp, avx512.cpp) is this file compiled for another instruction set. dtype is
+// Each variant (generic.cpp, avx2.cpp, avx512.cpp, amx.cpp) is this file compiled for another instruction set. dtype is
 // 0 float32, 1 bfloat16, 2 float16.
 #pragma once
 
+#include "amx.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "quantised.h"
@@ -53,6 +54,15 @@ static const Kernel KERNELS[] = {
 // All else stays in its variant: statics of the same name are not shared between them.
 #pragma GCC visibility push(default)
 extern "C" {
+
+// Whether the operating system lets this process use what the processor has. To be asked before anything else.
+int tailrace_may_run() {
+#if HAS_TILES
+  return ask_for_tiles();
+#else
+  return 1;
+#endif
+}
 
 // A vector of keys lies in one block, so block_size must be a multiple of this.
 int tailrace_vector_width() { return WIDTH; }

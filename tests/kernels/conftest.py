@@ -23,7 +23,7 @@ collect_ignore = [
     if find_spec("triton") is None and re.search(r"kernels\.(interpreted|cross_compile) import", path.read_text())
 ]
 """Without Triton there are no kernels for GPUs to test."""
-VARIANTS = ["generic", "avx2", "avx512"]
+VARIANTS = ["generic", "avx2", "avx512", "amx"]
 
 
 def cpu_ops(variant: str, num_threads: int = 2) -> CpuOps:
