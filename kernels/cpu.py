@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernels.cpu_program import Programs
+    from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
     from kernels.reference_step import StepTensors
 
@@ -59,6 +60,7 @@ class CpuOps(ReferenceOps):
         self._softcap = calls.kernel("softcap")
         self._add = calls.kernel("add")
         self._scale = calls.kernel("scale")
+        self._add_low_rank = calls.kernel("add_low_rank")
         self._rows = calls.kernel("rows")
         self._quantised_linear = calls.kernel("quantised_linear")
         self._quantised_rows = calls.kernel("quantised_rows")
@@ -249,6 +251,24 @@ class CpuOps(ReferenceOps):
         assert x.is_contiguous()
         self._scale(x.data_ptr(), x.numel(), factor, _DTYPES[x.dtype])
         return x
+
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, factors: LowRank, tokens: Tokens) -> None:
+        ins = x.shape[1]
+        if ins % _LANES or any(part.b.shape[1] % _LANES for part in factors.parts):
+            return super().add_low_rank(out, x, factors, tokens)
+        assert x.is_contiguous()
+        assert out.stride(1) == 1
+        assert x.dtype is out.dtype
+        if isinstance(tokens, slice):
+            x, out = x[tokens], out[tokens]
+            count, indices = len(x), None
+        else:
+            assert tokens.is_contiguous()
+            count, indices = len(tokens), tokens.data_ptr()
+        for first, a, b in factors.parts:
+            pointers = x.data_ptr(), out[:, first:].data_ptr(), a.data_ptr(), b.data_ptr(), indices
+            self._add_low_rank(*pointers, count, ins, b.shape[1], out.stride(0), len(a), _DTYPES[x.dtype])
+        return None
 
     def rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         assert table.stride(1) == 1

@@ -52,6 +52,7 @@ _ARGUMENTS = {
     "softcap": _fields(pointer="x", long="cells", float="cap"),
     "add": _fields(pointer="x y", long="rows size y_stride", int="dtype"),
     "scale": _fields(pointer="x", long="cells", float="factor", int="dtype"),
+    "add_low_rank": _fields(pointer="x out a b tokens", long="count ins outs stride", int="rank dtype"),
     "rows": _fields(pointer="table indices out", long="count bytes stride"),
     "quantised_linear": _fields(
         pointer="tiles x out",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernels.cpu_program import Programs
+    from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
 
 FP8 = torch.float8_e4m3fn
@@ -192,6 +193,12 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
                 torch.mm(x[first:end], weights[group].T, out=out[first:end])
                 first = end
         return out
+
+    def add_low_rank(self, out: torch.Tensor, x: torch.Tensor, factors: LowRank, tokens: Tokens) -> None:
+        """Adds to some rows of out [rows, outputs] what the factors make of the same rows of x [rows, inputs]."""
+        inner = x[tokens].float() @ factors.a.T
+        for (first, _, b), own in zip(factors.parts, inner.split(factors.ranks, 1), strict=True):
+            out[tokens, first : first + b.shape[1]] += own @ b
 
     def quantised_product(
         self, weight: QuantisedMatrix, activation_bits: int = 16

@@ -7,6 +7,7 @@
 #include "amx.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "low_rank.h"
 #include "quantised.h"
 #include "step.h"
 #include "team.h"
@@ -42,6 +43,7 @@ static const Kernel KERNELS[] = {
     {"softcap", PLAIN(SoftcapArgs, softcap), many_cells<SoftcapArgs>, no_scratch},
     {"add", TYPED(AddArgs, add), many_cells<AddArgs>, no_scratch},
     {"scale", TYPED(ScaleArgs, scale), many_cells<ScaleArgs>, no_scratch},
+    {"add_low_rank", TYPED(LowRankArgs, add_low_rank), many_cells<LowRankArgs>, no_scratch},
     {"rows", PLAIN(RowsArgs, take_rows), many_cells<RowsArgs>, no_scratch},
     {"quantised_linear", PLAIN(QuantisedArgs, quantised_linear),
      [](const void* args) { return quantised_is_long(*(const QuantisedArgs*)args); },
