@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from protos.adapter_files import Adapter
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 
@@ -55,6 +56,18 @@ class Executor(Protocol):
 
     def sample(self, mask: GrammarMask | None = None) -> PendingOutput:
         """Starts drawing the tokens of the step last executed, of grammars' rows among those the mask allows."""
+        ...
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Fills a slot, from 1 on, that is empty: from the next step on, rows that name it are
+        computed with the adapter.
+
+        Comes between steps and waits for all workers. Raises AdapterError where one cannot load it; then none has it.
+        """
+        ...
+
+    def unload_adapter(self, slot: int) -> None:
+        """Empties a slot, which no row names any more, of steps in flight neither."""
         ...
 
     def start_profile(self) -> None:

@@ -17,11 +17,12 @@ import msgspec
 
 from gpu_executor import wire
 from gpu_executor.executor import StepFailedError, WorkersDiedError
-from protos.errors import StartupError
+from protos.errors import AdapterError, StartupError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
@@ -124,8 +125,8 @@ class WorkerGroup:
         """By step and worker."""
         self._told_failed: deque[int] = deque(maxlen=64)
         """Steps that the core knows to have failed: a worker of an earlier stage may tell of its part later."""
-        self._profiles: dict[int, dict[str, bytes]] = {}
-        """Of workers that have told."""
+        self._answers: dict[int, wire.AdapterLoaded | wire.Profiled] = {}
+        """Of workers that have told, to what all were asked last."""
         self._failed_at = 0.0
         """When a step failed last on a first worker."""
 
@@ -222,13 +223,30 @@ class WorkerGroup:
         self._send(wire.encoder.encode(wire.StartProfile()))
 
     def stop_profile(self) -> dict[str, bytes]:
-        self._send(wire.encoder.encode(wire.StopProfile()))
-        while len(self._profiles) < self._num_workers:
+        told = {
+            rank: answer.files for rank, answer in self._ask(wire.StopProfile()) if isinstance(answer, wire.Profiled)
+        }
+        return {f"worker{rank}.{name}": data for rank, files in told.items() for name, data in files.items()}
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        answers = [answer for _, answer in self._ask(wire.LoadAdapter(slot, adapter))]
+        errors = [answer.error for answer in answers if isinstance(answer, wire.AdapterLoaded) and answer.error]
+        if errors:
+            self.unload_adapter(slot)
+            raise AdapterError(errors[0])
+
+    def unload_adapter(self, slot: int) -> None:
+        self._send(wire.encoder.encode(wire.UnloadAdapter(slot)))
+
+    def _ask(self, message: wire.ToWorker) -> Iterable[tuple[int, wire.AdapterLoaded | wire.Profiled]]:
+        """What every worker answers, by its rank."""
+        self._send(wire.encoder.encode(message))
+        while len(self._answers) < self._num_workers:
             if self._death is not None:
                 raise self._death
             self._take_in(WATCH_SECONDS)
-        profiles, self._profiles = self._profiles, {}
-        return {f"worker{rank}.{name}": data for rank, files in profiles.items() for name, data in files.items()}
+        answers, self._answers = self._answers, {}
+        return sorted(answers.items())
 
     def _send(self, message: bytes) -> int:
         stall = _Stall(self._stall_seconds)
@@ -265,8 +283,8 @@ class WorkerGroup:
                     if not failures:
                         self._failed_at = time.monotonic()
                     failures[worker.rank] = error
-                case wire.Profiled(files):
-                    self._profiles[worker.rank] = files
+                case wire.AdapterLoaded() | wire.Profiled():
+                    self._answers[worker.rank] = message
                 case None:
                     raise self._lost(worker)
 

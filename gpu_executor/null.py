@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_executor.executor import PendingOutput
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.step import GrammarMask, Logprobs
 
@@ -30,7 +31,7 @@ FIRST_PRINTABLE, NUM_PRINTABLE = 32, 95
 
 
 class NullWorker:
-    """Draws a token from (prompt, seed, position): the same alone, in a batch and after a preemption.
+    """Draws a token from (prompt, seed, position, adapter): the same alone, in a batch and after a preemption.
 
     Where a grammar allows n tokens, the draw is one of those. Log-probabilities are scripted too.
     """
@@ -44,6 +45,7 @@ class NullWorker:
         self._reports_prompt = np.zeros(rows, np.bool_)
         self._prompts: dict[int, NewRow] = {}
         """Of rows that report their prompt's log-probabilities."""
+        self._adapters: dict[int, Adapter] = {}
         self._step_seconds = config.executor.null_step_ms / 1e3
         self._free_at = 0.0
         """When the simulated device is done with the steps it was given; nobody waits for it but results."""
@@ -73,6 +75,8 @@ class NullWorker:
         for new_row in step.new_rows:
             row, sampling = new_row.row, new_row.sampling
             self._keys[row] = _key(new_row)
+            if new_row.adapter:
+                self._keys[row] ^= int(self._adapters[new_row.adapter].digest[:8], 16)
             self._sampling[row] = sampling
             self._reports[row] = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
             self._reports_prompt[row] = sampling.prompt_logprobs is not None
@@ -80,6 +84,12 @@ class NullWorker:
                 self._prompts[row] = new_row
         self._step = step
         self._free_at = max(time.monotonic(), self._free_at) + self._step_seconds
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        self._adapters[slot] = adapter
+
+    def unload_adapter(self, slot: int) -> None:
+        self._adapters.pop(slot, None)
 
     def start_profile(self) -> None:
         pass

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_executor.executor import WorkersDiedError
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.step import GrammarMask, SchedulerOutput, WorkerInfo
 
@@ -57,6 +58,12 @@ class NullPipeline:
     def _wait_until(self, done_at: float) -> None:
         if (left := done_at - self._clock()) > 0:
             self._sleep(left)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        self._worker.load_adapter(slot, adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        self._worker.unload_adapter(slot)
 
     def start_profile(self) -> None:
         pass

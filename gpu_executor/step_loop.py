@@ -9,13 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from gpu_executor import wire
 from gpu_executor.executor import WorkersDiedError
 from gpu_executor.uniproc import SingleWorker
 from protos.config import EngineConfig
-from protos.errors import StartupError
+from protos.errors import AdapterError, StartupError
 from protos.place import Place
 from protos.python_profile import PythonProfile
 
@@ -61,6 +61,10 @@ class StepLoop:
                 self._execute(message.step)
             case wire.Sample():
                 self._sample(message)
+            case wire.LoadAdapter():
+                self._load_adapter(message)
+            case wire.UnloadAdapter():
+                self._worker.unload_adapter(message.slot)
             case wire.StartProfile():
                 self._worker.start_profile()
                 self._profile = PythonProfile()
@@ -75,6 +79,19 @@ class StepLoop:
         if self._sender is not None:
             self._results.put(None)
             self._sender.join()
+
+    def _load_adapter(self, message: wire.LoadAdapter) -> None:
+        error = ""
+        try:
+            self._worker.load_adapter(message.slot, message.adapter)
+        except AdapterError as known:
+            error = str(known)
+        except WorkersDiedError as death:
+            _die(death)
+        except Exception as unknown:
+            logger.exception("adapter %s cannot be loaded", message.adapter.name)
+            error = wire.one_line(unknown)
+        self._tell(wire.AdapterLoaded(error))
 
     def _stop_profile(self) -> None:
         files = {}
@@ -119,16 +136,20 @@ class StepLoop:
         try:
             output = pending.result()
         except WorkersDiedError as error:
-            # Nothing runs here any more, and this may be any thread: the core sees it by the end of the process.
-            logger.error("%s", error)
-            logging.shutdown()
-            os._exit(1)
+            _die(error)
         except Exception as error:
             logger.exception("step %d failed", step_id)
             self._tell(wire.StepFailed(step_id, wire.one_line(error)))
         else:
             if self._is_output:
                 self._tell(wire.Drawn(output))
+
+
+def _die(error: WorkersDiedError) -> NoReturn:
+    """Nothing runs here any more, and this may be any thread: the core sees it by the end of the process."""
+    logger.error("%s", error)
+    logging.shutdown()
+    os._exit(1)
 
 
 class _Failure:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_executor.executor import PendingOutput, WorkersDiedError
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -25,6 +26,8 @@ class SingleWorker(Protocol):
     def load(self, report: Callable[[int, int], None]) -> WorkerInfo: ...
     def execute(self, step: SchedulerOutput) -> None: ...
     def sample(self, mask: GrammarMask | None = None) -> PendingOutput: ...
+    def load_adapter(self, slot: int, adapter: Adapter) -> None: ...
+    def unload_adapter(self, slot: int) -> None: ...
     def start_profile(self) -> None: ...
     def stop_profile(self) -> dict[str, bytes]: ...
 
@@ -91,6 +94,12 @@ class UniprocExecutor:
         except Exception as error:
             future.set_exception(error)
         return future
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        self._submit(lambda: self._worker.load_adapter(slot, adapter)).result()
+
+    def unload_adapter(self, slot: int) -> None:
+        self._submit(lambda: self._worker.unload_adapter(slot)).result()
 
     def start_profile(self) -> None:
         def start() -> None:

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from protos.adapter_files import Adapter
 from protos.config import EngineConfig
 from protos.place import Place
 from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -43,6 +44,19 @@ class Sample(msgspec.Struct, frozen=True, tag="sample", array_like=True):
     """Draw the tokens of the step last executed."""
 
     mask: GrammarMask | None = None
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=True):
+    """Fill a slot, and tell."""
+
+    slot: int
+    adapter: Adapter
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
+    """Empty a slot, if it is filled."""
+
+    slot: int
 
 
 class StartProfile(msgspec.Struct, frozen=True, tag="start_profile", array_like=True):
@@ -97,14 +111,21 @@ class StepFailed(msgspec.Struct, frozen=True, tag="step_failed", array_like=True
     """Type and text, in one line."""
 
 
+class AdapterLoaded(msgspec.Struct, frozen=True, tag="adapter_loaded", array_like=True):
+    """A worker has an adapter, or not."""
+
+    error: str = ""
+    """Why not, in one line."""
+
+
 class Profiled(msgspec.Struct, frozen=True, tag="profiled", array_like=True):
     """What a worker recorded: files by their names."""
 
     files: dict[str, bytes]
 
 
-ToWorker = Execute | Sample | StartProfile | StopProfile | Stop
-FromWorker = Loading | Loaded | LoadFailed | Drawn | StepFailed | Profiled
+ToWorker = Execute | Sample | LoadAdapter | UnloadAdapter | StartProfile | StopProfile | Stop
+FromWorker = Loading | Loaded | LoadFailed | Drawn | StepFailed | AdapterLoaded | Profiled
 
 
 def one_line(error: BaseException) -> str:

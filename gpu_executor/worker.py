@@ -19,7 +19,7 @@ from model_runner.shard import check_sizes
 from model_runner.stage import check_stages
 from model_runner.step_trace import StepTrace
 from model_runner.weights import check_weights
-from protos.errors import StartupError
+from protos.errors import AdapterError, StartupError
 from protos.model_files import read_model_spec, resolve_model
 from protos.place import ONLY
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from gpu_executor.executor import PendingOutput
     from model_runner.device import DevicePolicy
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -60,13 +61,11 @@ class Worker:
             runner = ModelRunner(self._config, spec, self._eos_token_ids, policy)
             info = runner.load(path, report)
         except (MemoryError, RuntimeError) as error:
-            cause = str(error).partition("\n")[0]
-            # torch's own error for a GPU, and a plain RuntimeError of its allocator for a CPU.
-            if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "allocate memory" not in cause:
+            if not _is_out_of_memory(error):
                 raise
             raise StartupError(
-                f"{path}: out of memory while loading ({cause}); lower --kv-cache-memory or --gpu-memory-utilization, "
-                "or use a 16-bit --dtype"
+                f"{path}: out of memory while loading ({_cause(error)}); lower --kv-cache-memory or "
+                "--gpu-memory-utilization, or use a 16-bit --dtype"
             ) from None
         self._runner, self._policy = runner, policy
         return info
@@ -88,12 +87,25 @@ class Worker:
         except torch.AcceleratorError as error:
             raise self.what_it_means(error) from error
 
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """Raises AdapterError where it cannot be loaded, and WorkersDiedError likewise; then the slot is empty."""
+        try:
+            self._loaded().load_adapter(slot, adapter)
+        except torch.AcceleratorError as error:
+            raise self.what_it_means(error) from error
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            raise AdapterError(f"{adapter.path}: out of memory while loading ({_cause(error)})") from None
+
+    def unload_adapter(self, slot: int) -> None:
+        self._loaded().unload_adapter(slot)
+
     def what_it_means(self, error: torch.AcceleratorError) -> Exception:
         """The error itself where the next step may do better."""
         if self._policy is None or self._policy.answers():
             return error
-        cause = str(error).partition("\n")[0]
-        return WorkersDiedError(f"{self._policy.device} is lost: {cause}")
+        return WorkersDiedError(f"{self._policy.device} is lost: {_cause(error)}")
 
     def start_profile(self) -> None:
         """Begins to record what steps do on the device, on their thread."""
@@ -109,6 +121,15 @@ class Worker:
     def _loaded(self) -> ModelRunner:
         assert self._runner is not None, "load comes first"
         return self._runner
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch's own error for a GPU, and a plain RuntimeError of its allocator for a CPU."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in _cause(error)
+
+
+def _cause(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 class WorkerOutput:

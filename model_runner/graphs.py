@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def graph_size(sizes: Sequence[int], num_rows: int, num_tokens: int, num_draws: int) -> int | None:
+def graph_size(sizes: Sequence[int], num_rows: int, num_tokens: int, num_draws: int, has_adapters: bool) -> int | None:
     """The size, of those recorded (ascending), that a step is padded to; None if it runs operation by operation.
 
-    That is so where a row computes several tokens or draws none, and where there are more rows than were recorded. A
-    step that tells of prompts has such a row.
+    That is so where a row computes several tokens or draws none, where one has an adapter, and where there are more
+    rows than were recorded. A step that tells of prompts has such a row.
     """
-    if not num_rows == num_tokens == num_draws or not sizes or num_rows > sizes[-1]:
+    if has_adapters or not num_rows == num_tokens == num_draws or not sizes or num_rows > sizes[-1]:
         return None
     return sizes[bisect_left(sizes, num_rows)]
 
@@ -60,11 +60,11 @@ class Graphs:
         before, first, second = bytes_used
         return max(0, first - before) + max(0, second - first) * (len(sizes) - 1)
 
-    def run(self, step: SchedulerOutput) -> torch.Tensor | None:
+    def run(self, step: SchedulerOutput, has_adapters: bool) -> torch.Tensor | None:
         """Logits [R, vocabulary] of a step, to be overwritten at will, valid until the next; None if it is to be run
         operation by operation."""
         num_rows = len(step.rows)
-        size = graph_size(self._sizes, num_rows, step.num_tokens, int(step.samples.sum()))
+        size = graph_size(self._sizes, num_rows, step.num_tokens, int(step.samples.sum()), has_adapters)
         if size is None:
             return None
         if size in self._recorded:

@@ -54,6 +54,8 @@ class InputBatch:
         self.num_logprobs: Int32s = np.zeros(num_rows, np.int32)
         self.num_prompt_logprobs: Int32s = np.zeros(num_rows, np.int32)
         self.prompt_logprobs_from: Int32s = np.zeros(num_rows, np.int32)
+        self.adapter: Int32s = np.zeros(num_rows, np.int32)
+        """Slot of each row's adapter; 0 is none."""
         self.uses: npt.NDArray[np.uint8] = np.zeros(num_rows, np.uint8)
         """Bits of features.py; the columns and lists of a feature that a row does not use are not read."""
         self.end_token_ids: list[list[int]] = [[]] * num_rows
@@ -86,6 +88,7 @@ class InputBatch:
         self.min_tokens[row] = sampling.min_tokens
         own = () if sampling.ignore_eos else self._eos_token_ids
         self.end_token_ids[row] = [*own, *sampling.stop_token_ids]
+        self.adapter[row] = new_row.adapter
         self.uses[row] = features(sampling)
         self.lists[row] = token_lists(sampling)
         self.repetition_penalty[row] = sampling.repetition_penalty

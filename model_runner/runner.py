@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.adapters import Adapters
 from model_runner.draws import Draws
 from model_runner.forward_batch import ForwardBuffers
 from model_runner.graphs import Graphs
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from model_runner.logprobs import LogprobRows
     from model_runner.memory import MemoryMeter
     from model_runner.prompt_spans import PromptSpans
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
     from protos.step import GrammarMask, SchedulerOutput
@@ -61,6 +63,7 @@ class ModelRunner:
         )
         self._link = StageLink(spec, self._policy)
         self._sampler = Sampler(self._policy)
+        self._adapters = Adapters(spec, self.model.weights(), config.adapters.max_adapter_rank, policy)
         self._kv_caches: KVCaches = {}
         self._step: SchedulerOutput | None = None
         self._spans: PromptSpans | None = None
@@ -139,13 +142,21 @@ class ModelRunner:
             self._batch.apply(step)
             self._link.check(before)
             self._spans = self._batch.prompt_spans(step)
-            self._logits = None if self._graphs is None else self._graphs.run(step)
+            has_adapters = self._adapters.begin(self._batch.adapter[step.rows], step.counts)
+            self._logits = None if self._graphs is None else self._graphs.run(step, has_adapters)
             if self._logits is None:
                 batch = self._buffers.fill(step, self._kv_caches, self._spans)
                 batch.hidden = before
                 behind = self._hidden = self.model.forward(batch)
         finally:
             self._link.send(behind, step)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        """For rows that name the slot from the next step on. Raises AdapterError; then the slot is empty."""
+        self._adapters.load(slot, adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        self._adapters.unload(slot)
 
     @torch.inference_mode()
     def sample(self, mask: GrammarMask | None = None) -> PendingStep:

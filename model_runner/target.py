@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from model_runner.kept import Kept
+    from model_runner.layers.added import AddedRows
     from model_runner.shard import Shard
 
 
@@ -26,6 +27,8 @@ class Target:
     axes: tuple[tuple[Shard, ...], ...]
     kept: tuple[Kept, ...] = ()
     """What holds the rows of each shard, where they may stay as the checkpoint has them: the tensor then is a shape."""
+    linear: AddedRows | None = None
+    """Where it is of a Linear, that one's adapters."""
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Target:

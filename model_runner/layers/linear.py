@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.layers.added import Added, AddedRows
 from model_runner.layers.matrix import Matrix
 from model_runner.target import Target
 
@@ -26,6 +28,7 @@ class Linear:
         self.weight = Matrix([out.size for out in outs], ins.size, policy)
         size = sum(out.size for out in outs)
         self.bias = torch.empty(size, dtype=policy.dtype, device=policy.device) if bias else None
+        self.added = Added(policy.ops)
         self._workers, self._ops = policy.workers, policy.ops
 
     def slices(self, names: list[str]) -> dict[str, Target]:
@@ -35,13 +38,18 @@ class Linear:
         first = 0
         for name, outs in zip(names, parts, strict=True):
             rows = slice(first, first := first + sum(out.size for out in outs))
-            table[f"{name}.weight"] = self.weight.target(rows.start, outs, self._ins)
+            target = self.weight.target(rows.start, outs, self._ins)
+            table[f"{name}.weight"] = replace(target, linear=AddedRows(self.added, rows.start))
             if self.bias is not None:
                 table[f"{name}.bias"] = Target(self.bias[rows], (outs,))
         return table
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._ins.is_whole:
-            return self.weight.times(x, self.bias)
-        y = self._workers.all_reduce(self.weight.times(x))
+        is_whole = self._ins.is_whole
+        y = self.weight.times(x, self.bias if is_whole else None)
+        if self.added.groups:
+            self.added(x, y)
+        if is_whole:
+            return y
+        y = self._workers.all_reduce(y)
         return y if self.bias is None else self._ops.add(y, self.bias)

@@ -3,6 +3,7 @@
 load: "known" | "unknown" | "killed"   how it fails to start
 num_blocks: n                          that it claims to hold
 fail: n                                step whose forward pass raises
+adapter: "known" | "unknown"           how it fails to load one
 large: n                               bytes of log-probabilities added to every output
 """
 
@@ -19,13 +20,14 @@ import numpy as np
 
 from gpu_executor import worker_proc
 from gpu_executor.null import NullWorker
-from protos.errors import StartupError
+from protos.errors import AdapterError, StartupError
 from protos.step import Logprobs
 from tests.fakes import InjectedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
@@ -53,6 +55,14 @@ class FaultyWorker(NullWorker):
         return msgspec.structs.replace(
             info, num_blocks=self._faults.get("num_blocks", info.num_blocks), weight_bytes=10, kv_cache_bytes=1000
         )
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        match self._faults.get("adapter"):
+            case "known":
+                raise AdapterError("there is no room for it")
+            case "unknown":
+                raise InjectedError("adapter\nand more lines")
+        super().load_adapter(slot, adapter)
 
     def execute(self, step: SchedulerOutput) -> None:
         if step.step_id == self._faults.get("fail"):

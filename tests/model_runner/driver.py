@@ -48,6 +48,8 @@ class Generation:
     """As they came."""
     prompt_told: int = 1
     """First prompt position not told of yet."""
+    adapter: int = 0
+    """Its slot."""
 
     @property
     def output(self) -> list[int]:
@@ -61,16 +63,20 @@ class Generation:
 class Driver:
     """Rows are handed out from a shuffled list and blocks from a shuffled pool, so that nothing lies in order."""
 
-    def __init__(self, worker: Steps, num_blocks: int, num_rows: int, block_size: int = 16) -> None:
+    def __init__(
+        self, worker: Steps, num_blocks: int, num_rows: int, block_size: int = 16, is_pipeline: bool = False
+    ) -> None:
+        """A pipeline's first stage does not see what the last one draws: steps tell."""
         self._worker = worker
+        self._is_pipeline = is_pipeline
         self._block_size = block_size
         generator = np.random.default_rng(0)
         self._blocks = list(generator.permutation(np.arange(1, num_blocks)))
         self._rows = list(generator.permutation(num_rows))
         self._step_id = 0
 
-    def add(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY) -> Generation:
-        return Generation(list(prompt), len(prompt), sampling, max_tokens, int(self._rows.pop()))
+    def add(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling = GREEDY, adapter: int = 0) -> Generation:
+        return Generation(list(prompt), len(prompt), sampling, max_tokens, int(self._rows.pop()), adapter=adapter)
 
     def share_prefix(self, to: Generation, of: Generation) -> int:
         """A prefix-cache hit: `to` starts on the whole blocks of `of` that hold its own first tokens."""
@@ -123,6 +129,7 @@ class Driver:
                         list(generation.block_ids),
                         generation.sampling,
                         generation.prompt_told,
+                        generation.adapter,
                     )
                 )
             else:
@@ -132,6 +139,7 @@ class Driver:
         counts_array = np.array(counts, np.int32)
         lengths = np.array([len(g.token_ids) for g in chosen], np.int32)
         samples = starts + counts_array == lengths
+        last_ids = [one.token_ids[one.computed + count - 1] for one, count in zip(chosen, counts, strict=True)]
         self._step_id += 1
         self._worker.execute(
             SchedulerOutput(
@@ -143,6 +151,7 @@ class Driver:
                 new_rows=new_rows,
                 block_rows=np.array(block_rows, np.int32),
                 block_ids=np.array(block_ids, np.int32),
+                last_ids=np.array(last_ids if self._is_pipeline else [], np.int32),
             )
         )
         output = self._worker.sample().result()

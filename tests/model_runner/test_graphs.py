@@ -98,7 +98,9 @@ def test_sizes_are_few_where_padding_costs_much_and_the_last_is_for_all_rows():
     for max_rows in range(1, 600):
         sizes = padded_sizes(max_rows)
         assert sizes == sorted(set(sizes))
-        assert all(graph_size(sizes, rows, rows, rows) == min(s for s in sizes if s >= rows) for rows in (1, sizes[-1]))
+        assert all(
+            graph_size(sizes, rows, rows, rows, False) == min(s for s in sizes if s >= rows) for rows in (1, sizes[-1])
+        )
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,9 @@ def test_sizes_are_few_where_padding_costs_much_and_the_last_is_for_all_rows():
     ids=["one", "padded", "whole", "padded more", "largest", "too many", "a prompt", "a chunk"],
 )
 def test_dispatch(step: tuple[int, int, int], size: int | None):
-    assert graph_size([1, 2, 4, 8], *step) == size
-    assert graph_size((), *step) is None
+    assert graph_size([1, 2, 4, 8], *step, False) == size
+    assert graph_size([1, 2, 4, 8], *step, True) is None
+    assert graph_size((), *step, False) is None
 
 
 @pytest.mark.parametrize("has_own_memory", [False, True], ids=["shared", "apart"])
