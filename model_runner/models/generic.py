@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 
-from model_runner.models.hf_module import attending, build_module, split_head, weight_table
+from model_runner.models.hf_module import attending, build_module, hooked_linears, split_head, weight_table
 from model_runner.target import Target
 
 if TYPE_CHECKING:
@@ -70,7 +70,11 @@ class GenericModel:
 
     def __init__(self, spec: GenericSpec, max_model_len: int, policy: DevicePolicy) -> None:
         module = build_module(spec.model_class, spec.config, max_model_len, policy.dtype, policy.device)
-        self._weights = {name: Target.whole(tensor) for name, tensor in weight_table(module).items()}
+        linears = hooked_linears(module, policy.ops)
+        self._weights = {
+            name: replace(Target.whole(tensor), linear=linears.get(name))
+            for name, tensor in weight_table(module).items()
+        }
         self._trunk, self._head = split_head(module)
         self._windows, self._ops = spec.windows, policy.ops
 

@@ -19,10 +19,14 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from model_runner.layers.added import Added, AddedRows
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from transformers import PreTrainedConfig
+
+    from kernels.ops import Ops
 
     Attention = Callable[..., torch.Tensor]
     """attention(module, query, key, value, attention_mask, **options): query, key and value [1, heads, T, head_dim] of
@@ -96,6 +100,27 @@ def _pin_rotary(module: PreTrainedModel, max_model_len: int) -> None:
                 rotary.rope_type = "pinned"
             else:
                 kinds[layer_type] = "pinned"
+
+
+def hooked_linears(module: PreTrainedModel, ops: Ops) -> dict[str, AddedRows]:
+    """Where adapters add to the products of linear modules, by the names of their weights: those of all that see every
+    token of a step, once. Others are not known to: experts see some, and heads only what is drawn from."""
+    found = {}
+    for name, linear in module.base_model.named_modules(prefix=module.base_model_prefix):
+        if type(linear) is torch.nn.Linear and "experts" not in name.split("."):
+            added = Added(ops)
+            linear.register_forward_hook(_adder(added))
+            found[f"{name}.weight"] = AddedRows(added, 0)
+    return found
+
+
+def _adder(added: Added) -> Callable[[torch.nn.Module, tuple[torch.Tensor, ...], torch.Tensor], None]:
+    def add(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        """Of [1, T, size] each."""
+        if added.groups:
+            added(inputs[0].flatten(0, -2).contiguous(), y.view(-1, y.shape[-1]))
+
+    return add
 
 
 class _Known(MoeModelOutputWithPast):

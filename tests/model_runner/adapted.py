@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-OTHERS = ("lm_head", "project_in", "project_out", "gate")
-"""Linear modules, by the last part of their names, that adapters are not for."""
+OTHERS = {"lm_head", "project_in", "project_out", "gate", "experts"}
+"""What linear modules are part of that adapters are not for."""
 
 
 def linear_shapes(model: Any) -> dict[str, tuple[int, int]]:
     """(outputs, inputs) of the modules of transformers' model that an adapter may be for, by their names there."""
     shapes = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear | Conv1D) and name.rpartition(".")[2] not in OTHERS:
+        if type(module) in (torch.nn.Linear, Conv1D) and not set(name.split(".")) & OTHERS:
             outs, ins = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
             shapes[name] = outs, ins
     return shapes
