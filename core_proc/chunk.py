@@ -25,12 +25,14 @@ class StepBudget:
         self._most = most
         self._fewest = 0
         self._seconds = self._each = math.inf
+        self._kept = 0.0
         self._times: StepTime | None = None
 
     def keep(self, times: StepTime, seconds: float, num_sharers: int, fewest: int) -> None:
         """Prompts get `seconds`, which as many of them share, but `fewest` tokens in any case."""
         self._times, self._seconds, self._fewest = times, seconds, fewest
         self._each = seconds / num_sharers
+        self._kept = self._each if num_sharers > 1 else 0.0
 
     @property
     def is_open(self) -> bool:
@@ -47,7 +49,7 @@ class StepBudget:
             np.minimum(todo, self._most, out=todo)
         else:
             for index in np.flatnonzero(todo > 1).tolist():
-                todo[index] = self._fit(int(todo[index]), int(starts[index])) if self.is_open else 0
+                todo[index] = self._fit(int(todo[index]), int(starts[index]), self._fewest)
         ends = np.cumsum(todo)
         if len(ends) and ends[-1] > self.tokens:
             todo = np.clip(self.tokens - (ends - todo), 0, todo).astype(np.int32)
@@ -56,17 +58,19 @@ class StepBudget:
 
     def take(self, todo: int, start: int) -> int:
         """How many of a prompt's tokens are computed, from a position on: at least one, if it `is_open`."""
-        count = min(self._fit(todo, start), self.tokens)
+        count = min(self._fit(todo, start, max(1, self._fewest)), self.tokens)
         self.tokens -= count
         return count
 
-    def _fit(self, todo: int, start: int) -> int:
+    def _fit(self, todo: int, start: int, fewest: int) -> int:
         count = min(todo, self._most)
         if self._times is not None:
-            within = self._times.tokens_within(max(0.0, min(self._seconds, self._each)), start)
-            count = int(min(count, max(within, self._fewest, 1)))
+            # A piece is to compute as much as it reads, if that leaves another prompt its part.
+            wanted = max(self._each, min(2 * self._times.of_reading(start), self._seconds - self._kept))
+            within = self._times.tokens_within(min(wanted, self._seconds), start)
+            count = int(min(count, max(within, fewest)))
             self._fewest = max(0, self._fewest - count)
-            self._seconds -= self._times.added(count, start)
+            self._seconds -= self._times.added(count, start) if count else 0.0
         return count
 
 
@@ -107,7 +111,7 @@ class Chunks:
             return budget
         outputs = (todo == 1) | waits
         num_outputs = float(np.count_nonzero(outputs))
-        usual = self.times.seconds(num_outputs, num_outputs, float(starts[outputs].sum())) if num_outputs else 0.0
+        usual = self.times.of_outputs(num_outputs, float(starts[outputs].sum())) if num_outputs else 0.0
         if usual:
             gap = self._gap or self.GAP_STEPS * usual
             budget.keep(self.times, gap - usual, min(self.SHARERS, num_prompts), self.FEWEST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from core_proc.chunk import Chunks
 from protos.config import SchedulerOptions
 from tests.core_proc.plant import Plant, Visit
-from tests.core_proc.test_step_time import learn, step
+from tests.core_proc.test_step_time import learn, step, taught, truth
 
 if TYPE_CHECKING:
     from protos.step import SchedulerOutput
@@ -23,10 +24,13 @@ USUAL = 8e-3 + 16 * 1.5e-3
 
 
 def cpu(output: SchedulerOutput) -> float:
-    """Seconds of a step of a small model on a CPU: 0.9 ms for a token at the start of a prompt, 2.5 ms at 8,192."""
+    """Seconds of a step of a small model on a CPU: 0.9 ms for a token at the start of a prompt, 2.5 ms at 8,192, where
+    a piece of it reads for 3.3 ms however few its tokens are."""
     counts = output.counts.astype(np.float64)
     cells = counts @ output.starts + counts @ counts / 2
-    return float(8e-3 + 0.6e-3 * np.count_nonzero(output.samples) + 0.9e-3 * counts.sum() + 0.2e-6 * cells)
+    reads = output.starts.sum()
+    tokens = 0.6e-3 * np.count_nonzero(output.samples) + 0.9e-3 * counts.sum()
+    return float(8e-3 + tokens + 0.2e-6 * cells + 0.4e-6 * reads)
 
 
 def run(gap: float, *others: Visit, length: int = LONG, tokens: int = 300) -> tuple[list[Visit], Visit, float]:
@@ -104,24 +108,37 @@ def test_until_steps_were_seen_a_prompt_is_capped_by_tokens_alone() -> None:
     assert budget.tokens == 2048 - 513
 
 
+def seconds_beside_an_output(chunks: Chunks, todo: int, waits: bool) -> float:
+    """Of the step in which a prompt is computed beside an output, when it is known what steps take."""
+    chunks.times = taught(random.Random(0))
+    tokens, starts = np.array([todo, 5000], np.int32), np.array([10, 0], np.int32)
+    counts = chunks.budget(tokens, starts, np.array([waits, False]), 0).deal(tokens, starts)
+    return truth(step([1, int(counts[1])], [10, 0], [True, False]))
+
+
 def test_in_a_pipeline_a_gap_is_that_of_a_round_of_steps() -> None:
     options = SchedulerOptions(max_inter_token_gap=0.4)
-    sizes = []
     for steps_per_token in (1, 4):
-        chunks = Chunks(options, steps_per_token)
-        learn(chunks.times, step([512], [0], [True]), 0.512)
-        todo, starts = np.array([1, 5000], np.int32), np.array([10, 0], np.int32)
-        counts = chunks.budget(todo, starts, np.zeros(2, np.bool_), 0).deal(todo, starts)
-        sizes.append(int(counts[1]))
-    assert sizes == [pytest.approx(400, rel=0.1), pytest.approx(100, rel=0.1)]
+        seconds = seconds_beside_an_output(Chunks(options, steps_per_token), 1, waits=False)
+        assert seconds == pytest.approx(0.4 / steps_per_token, rel=0.05)
 
 
 def test_a_row_that_waits_for_its_token_counts_as_an_output() -> None:
     chunks = Chunks(SchedulerOptions(max_inter_token_gap=0.1))
-    learn(chunks.times, step([512], [0], [True]), 0.512)
-    todo, starts = np.array([0, 5000], np.int32), np.array([10, 0], np.int32)
-    counts = chunks.budget(todo, starts, np.array([True, False]), 0).deal(todo, starts)
-    assert counts[1] == pytest.approx(100, rel=0.1)
+    assert seconds_beside_an_output(chunks, 0, waits=True) == pytest.approx(0.1, rel=0.05)
+
+
+def test_pieces_so_small_that_they_mostly_read_are_not_dealt_out() -> None:
+    chunks = Chunks(SchedulerOptions(max_inter_token_gap=0.09))
+    chunks.times = taught(random.Random(0))
+    deep = 30_000  # to read as much takes 24 ms, a token 7
+    todo, starts = np.array([1, 500, 500, 500, 500], np.int32), np.array([10, deep, deep, deep, 0], np.int32)
+    counts = chunks.budget(todo, starts, np.zeros(5, np.bool_), 0).deal(todo, starts).tolist()
+    assert counts[0] == 1
+    assert counts[2:4] == [0, 0]
+    assert counts[1] == 3, "it computes about as much as it reads"
+    assert counts[4] >= 8, "a short prompt does not wait for those"
+    assert truth(step(counts[:2] + counts[4:], [10, deep, 0], [True, False, False])) == pytest.approx(0.075, rel=0.1)
 
 
 def test_what_is_expected_of_a_chunk_is_what_fits() -> None:
@@ -129,5 +146,8 @@ def test_what_is_expected_of_a_chunk_is_what_fits() -> None:
     assert times.tokens_within(1.0, 0) == math.inf
     learn(times, step([512], [0], [True]), 0.512)
     for start in (0, 100, 8000):
-        tokens = times.tokens_within(0.05, start)
-        assert times.added(tokens, start) == pytest.approx(0.05)
+        tokens = times.tokens_within(0.2, start)
+        assert times.added(tokens, start) == pytest.approx(0.2)
+    reading = times.of_reading(8000)
+    assert times.added(0, 8000) == pytest.approx(reading)
+    assert times.tokens_within(0.9 * reading, 8000) == 0.0
