@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.profiler import Profiler
+    from protos.adapter_files import Adapter
     from protos.front_ends import Question
     from protos.server_config import ServerOptions
 
@@ -112,6 +113,22 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         logger.info("prefix cache reset by an operator")
         return pb.ResetPrefixCacheResponse()
 
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Any) -> pb.LoadAdapterResponse:
+        adapter = await self._llm.load_adapter(request.name, request.path)
+        logger.info("adapter %s loaded by an operator from %s", adapter.name, adapter.path)
+        return pb.LoadAdapterResponse(adapter=_adapter(adapter, unloading=False))
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Any) -> pb.UnloadAdapterResponse:
+        await self._llm.cores.adapters.unload(request.name)
+        logger.info("adapter %s unloaded by an operator", request.name)
+        return pb.UnloadAdapterResponse()
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Any) -> pb.ListAdaptersResponse:
+        return pb.ListAdaptersResponse(
+            adapters=[_adapter(adapter, unloading) for adapter, unloading in self._llm.cores.adapters.all],
+            max_adapters=self._llm.ready.max_adapters,
+        )
+
     async def WatchKvEvents(self, request: pb.WatchKvEventsRequest, context: Any) -> None:
         watches = self._llm.cores.kv_watches
         with watches.open("tokens" if request.token_ids else "blocks", with_all=request.snapshot) as watch:
@@ -129,6 +146,17 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             raise InvalidRequestError("time_limit", f"must be at most {MAX_DRAIN_SECONDS:g} s, not {limit:g} s")
         logger.info("draining, asked by an operator")
         return pb.DrainResponse(cut_requests=await self._drain(self._options.drain_timeout if limit is None else limit))
+
+
+def _adapter(adapter: Adapter, unloading: bool) -> pb.Adapter:
+    return pb.Adapter(
+        name=adapter.name,
+        path=adapter.path,
+        digest=adapter.digest,
+        rank=adapter.rank,
+        size_bytes=adapter.num_bytes,
+        unloading=unloading,
+    )
 
 
 def _latency(seconds: Sequence[float]) -> pb.LatencyPercentiles | None:

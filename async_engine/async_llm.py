@@ -9,8 +9,9 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
+from async_engine.adapters import load_at_start, open_adapter
 from async_engine.admission import Admission
-from async_engine.core_group import CoreGroup, start_cores
+from async_engine.core_group import CoreGroup, kept, start_cores
 from async_engine.core_request import core_request
 from async_engine.core_source import LocalCores, remote_core
 from async_engine.input_processor import Accepted, InputProcessor
@@ -19,6 +20,7 @@ from async_engine.outputs import Delta, Progress, PromptLogprobs, Summary
 from async_engine.request_state import RequestState
 from async_engine.served_model import digest_model, open_model
 from async_engine.stream import RequestStream
+from protos.adapter_config import adapter_paths
 from protos.errors import CoreDiedError, DuplicateRequestError, StartupError, TailraceError, UnavailableError
 from protos.messages import Finished, FinishReason
 from protos.server_config import AdmissionOptions
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from async_engine.outputs import OutputSink
     from async_engine.request import GenerationRequest
     from async_engine.served_model import ServedModel
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.messages import CoreReady, CoreStats
 
@@ -96,6 +99,7 @@ class AsyncLLM:
         The tokenizer is read while the cores load the weights. A core that is silent for `hang_timeout` seconds
         is taken for dead. Other front ends reach the cores at `doors`.
         """
+        adapters = adapter_paths(config.adapters.adapters)
         local = LocalCores(config, doors)
         try:
             eos_token_ids, loading = await open_model(config.model.model, served_name)
@@ -106,12 +110,14 @@ class AsyncLLM:
                 raise
         finally:
             local.close()
+        async with kept(cores):
+            llm = cls(await loading, cores, admission, max_core_restarts)
         try:
-            return cls(await loading, cores, admission, max_core_restarts)
+            await load_at_start(adapters, llm.load_adapter)
         except BaseException:
-            for _, core in cores:
-                await core.close(grace=0)
+            await llm.close()
             raise
+        return llm
 
     @classmethod
     async def join(
@@ -132,7 +138,7 @@ class AsyncLLM:
         """
         sources = [remote_core(address, secret, hang_timeout) for address in addresses]
         cores = await start_cores(sources, on_progress)
-        try:
+        async with kept(cores):
             served = model or cores[0][1].welcome.config.model.model
             digest = await digest_model(served)
             for source, core in cores:
@@ -140,10 +146,6 @@ class AsyncLLM:
                     raise StartupError(f"{source.name} serves another model than the files of {served or 'ours'} here")
             _, loading = await open_model(served, served_name)
             return cls(await loading, cores, admission, max_core_restarts)
-        except BaseException:
-            for _, core in cores:
-                await core.close(grace=0)
-            raise
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -246,8 +248,11 @@ class AsyncLLM:
     async def submit(self, state: RequestState, request: GenerationRequest) -> Accepted:
         """Checks a registered request and sends it to the core.
 
-        Raises InvalidRequestError, ModelNotFoundError or OverloadedError; the caller still has to `release` the state.
+        Raises InvalidRequestError, ModelNotFoundError, AdapterNotFoundError or OverloadedError; the caller still has to
+        `release` the state.
         """
+        request = await self.cores.adapters.resolve(request, self.model.names)
+        state.adapter = request.adapter
         accepted = await self.input.accept(request, state)
         if accepted.params.grammar is not None:
             await self.cores.tell_vocabulary()
@@ -317,6 +322,12 @@ class AsyncLLM:
     async def reset_prefix_cache(self, restart_running: bool) -> bool:
         """Forgets what is cached; False if a block is in use, unless what runs may start over."""
         return await self.cores.reset_prefix_cache(restart_running)
+
+    async def load_adapter(self, name: str, path: str) -> Adapter:
+        """Makes the adapter in a directory known to all requests by this name; see `LoadedAdapters.load`."""
+        adapter = await open_adapter(name, path, self.model, self.ready.max_adapter_rank)
+        await self.cores.adapters.load(adapter)
+        return adapter
 
     async def drain(self, seconds: float) -> int:
         """Refuses new requests and waits for the live ones, at most so long; what is left then fails. How many did."""

@@ -33,10 +33,10 @@ class Beam(msgspec.Struct, frozen=True):
 
 
 async def beam_search(
-    llm: AsyncLLM, prompt: list[int], width: int, max_tokens: int, length_penalty: float = 1.0
+    llm: AsyncLLM, prompt: list[int], width: int, max_tokens: int, length_penalty: float = 1.0, adapter: str = ""
 ) -> list[Beam]:
     """The `width` best outputs found, best first. A beam ends with the model's end of sequence, at `max_tokens` or
-    with the context.
+    with the context. `adapter` is the name of a loaded one.
 
     Each step extends every open beam by its 2 * width likeliest tokens, and keeps the width likeliest of all.
     Raises InvalidRequestError as a request would.
@@ -51,8 +51,11 @@ async def beam_search(
     beams = [Beam([], 0.0)]
     ended: list[Beam] = []
     for _ in range(min(max_tokens, max(1, room))):
-        async with asyncio.TaskGroup() as tasks:
-            extending = [tasks.create_task(_extend(llm, prompt, beam, params, eos)) for beam in beams]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                extending = [tasks.create_task(_extend(llm, prompt, beam, params, eos, adapter)) for beam in beams]
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
         extended = [beam for task in extending for beam in task.result()]
         best = sorted(extended, key=lambda beam: -beam.cumulative_logprob)
         ended += [beam for beam in best[: 2 * width] if beam.ended]
@@ -63,9 +66,11 @@ async def beam_search(
     return everything[:width]
 
 
-async def _extend(llm: AsyncLLM, prompt: list[int], beam: Beam, params: SamplingParams, eos: set[int]) -> list[Beam]:
+async def _extend(
+    llm: AsyncLLM, prompt: list[int], beam: Beam, params: SamplingParams, eos: set[int], adapter: str
+) -> list[Beam]:
     token_ids = prompt + beam.token_ids
-    request = GenerationRequest(prompt=token_ids, params=params, wants_text=False)
+    request = GenerationRequest(prompt=token_ids, params=params, adapter=adapter, wants_text=False)
     output = await gather(token_ids, llm.generate(request))
     logprobs = output.sequences[0].logprobs
     assert logprobs is not None

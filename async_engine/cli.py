@@ -9,6 +9,7 @@ try:
     from typing import TYPE_CHECKING
 
     from async_engine.flags import HelpFormatter, Parser, VersionAction, add_flags, explain, parse, values
+    from protos.adapter_config import AdapterOptions
     from protos.config import (
         CacheOptions,
         CoreConfig,
@@ -31,10 +32,11 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-ENGINE_SECTIONS = (ModelOptions, CacheOptions, SchedulerOptions, ExecutorOptions, ParallelOptions)
+ENGINE_SECTIONS = (ModelOptions, AdapterOptions, CacheOptions, SchedulerOptions, ExecutorOptions, ParallelOptions)
 SERVE_SECTIONS = (ServerOptions, AdmissionOptions, ScaleOptions, *ENGINE_SECTIONS)
 CORE_SECTIONS = (CoreServerOptions, *ENGINE_SECTIONS)
 MODEL_HELP = "Hugging Face directory or hub id, .gguf file, or 'null'; default: the embedded SmolLM2-135M-Instruct"
+ADAPTER_HELP = "name of one of --adapters to compute with; default: the model alone"
 MAX_VOCAB_SIZE = 1 << 31
 """Of any model: parameters are checked before the model is there, and its own vocabulary then."""
 
@@ -59,11 +61,13 @@ def make_parser() -> Parser:
     generate.add_argument("input", metavar="PROMPT", help="text to continue; '-' reads it from standard input")
     generate.add_argument("--model", default="", help=MODEL_HELP)
     generate.add_argument("--chat", dest="as_chat", action="store_true", help="treat the prompt as a user's message")
+    generate.add_argument("--adapter", default="", help=ADAPTER_HELP)
     _add_sections(generate, SamplingParams, *ENGINE_SECTIONS)
 
     chat = command("chat", "Talk with a model; Ctrl-C ends the turn, Ctrl-D the program.")
     chat.add_argument("--model", default="", help=MODEL_HELP)
     chat.add_argument("--system", default="", help="a system message to begin with")
+    chat.add_argument("--adapter", default="", help=ADAPTER_HELP)
     _add_sections(chat, SamplingParams, *ENGINE_SECTIONS)
 
     top = command("top", "Show a running engine on the terminal: load, latencies, live requests.")
@@ -108,8 +112,9 @@ def run(arguments: argparse.Namespace) -> int:
             params = SamplingParams(**values(arguments, SamplingParams))
             params.verify(MAX_VOCAB_SIZE)
             if arguments.command == "chat":
-                return commands.chat(config, params, arguments.system)
-            return commands.generate(config, params, read_prompt(arguments.input), arguments.as_chat)
+                return commands.chat(config, params, arguments.system, arguments.adapter)
+            prompt = read_prompt(arguments.input)
+            return commands.generate(config, params, prompt, arguments.as_chat, arguments.adapter)
         case "top":
             from async_engine import top
             from async_engine.top_options import TopOptions

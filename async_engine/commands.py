@@ -91,15 +91,15 @@ def describe(core: CoreReady) -> str:
     return f"{core.dtype} on {core.device}, {room}, {memory}"
 
 
-def generate(config: EngineConfig, params: SamplingParams, prompt: str, as_chat: bool) -> int:
+def generate(config: EngineConfig, params: SamplingParams, prompt: str, as_chat: bool, adapter: str) -> int:
     """Prints one completion as it comes; the exit code. Raises TailraceError, or KeyboardInterrupt on Ctrl-C."""
-    chat_prompt = ChatPrompt(messages=[{"role": "user", "content": prompt}])
+    shaped = ChatPrompt(messages=[{"role": "user", "content": prompt}]) if as_chat else prompt
     with _engine(config) as (runner, llm):
-        runner.run(_print_turn(llm, GenerationRequest(prompt=chat_prompt if as_chat else prompt, params=params), []))
+        runner.run(_print_turn(llm, GenerationRequest(prompt=shaped, params=params, adapter=adapter), []))
     return 0
 
 
-def chat(config: EngineConfig, params: SamplingParams, system: str) -> int:
+def chat(config: EngineConfig, params: SamplingParams, system: str, adapter: str) -> int:
     """A conversation at the terminal; the exit code. Raises TailraceError if the engine cannot start or go on."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:
@@ -124,9 +124,8 @@ def chat(config: EngineConfig, params: SamplingParams, system: str) -> int:
             messages.append({"role": "user", "content": line})
             text: list[str] = []
             try:
-                runner.run(
-                    _print_turn(llm, GenerationRequest(prompt=ChatPrompt(messages=messages), params=params), text)
-                )
+                turn = GenerationRequest(prompt=ChatPrompt(messages=messages), params=params, adapter=adapter)
+                runner.run(_print_turn(llm, turn, text))
             except KeyboardInterrupt:
                 sys.stdout.write("" if text else "\n")
             except TailraceError as error:

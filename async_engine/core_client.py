@@ -15,6 +15,7 @@ from async_engine.core_process import CoreProcess, Door, explain_exit
 from protos import codec
 from protos.errors import CoreDiedError, StartupError, TailraceError
 from protos.messages import (
+    Adapters,
     Control,
     ControlOp,
     ControlReply,
@@ -22,18 +23,21 @@ from protos.messages import (
     CoreReady,
     EngineCoreOutputs,
     Hello,
+    LoadAdapter,
     LoadProgress,
     Ping,
     Pong,
     Shutdown,
     ToCore,
     ToFrontEnd,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
     from protos.handshake import Welcome
 
@@ -42,6 +46,7 @@ logger = logging.getLogger(__name__)
 PING_INTERVAL = 1.0
 """Seconds between two questions to the main loop of the core."""
 SHUTDOWN_SECONDS = 5.0
+NO_ADAPTERS = Adapters()
 MAX_QUEUED_OUTPUTS = 8
 """Messages read ahead of the output processor. What it cannot take in stays in the core, which then waits."""
 
@@ -76,6 +81,8 @@ class CoreClient(asyncio.Protocol):
         """Of a core that we started."""
         self._name = "the core"
         self.ready: CoreReady
+        self.adapters = Adapters()
+        """What the core told last that it holds beside the model; it is there with `ready`."""
         self.welcome: Welcome
         """What a core that we joined serves."""
 
@@ -88,6 +95,7 @@ class CoreClient(asyncio.Protocol):
         on_progress: Callable[[int, int], None] | None = None,
         hang_timeout: float = math.inf,
         door: Door | None = None,
+        adapters: Adapters = NO_ADAPTERS,
     ) -> CoreClient:
         """Tells a process what to hold, and waits until it can serve. From now on the process is the client's.
 
@@ -96,9 +104,9 @@ class CoreClient(asyncio.Protocol):
         """
         self = cls(on_progress, hang_timeout)
         self._process = process
-        hello = Hello(config, eos_token_ids)
+        hello = Hello(config, eos_token_ids, adapters=adapters)
         if door is not None:
-            hello = Hello(config, eos_token_ids, door.secret, door.model_digest)
+            hello = Hello(config, eos_token_ids, door.secret, door.model_digest, adapters)
         await self._connect(process.take_socket(), hello)
         return self
 
@@ -160,13 +168,21 @@ class CoreClient(asyncio.Protocol):
 
     async def call(self, op: ControlOp, argument: int = 0) -> list[int]:
         """Runs a control command between two steps. Raises CoreDiedError if the core ends before it answers."""
-        return (await self._ask(op, argument)).result
+        return (await self._ask(lambda call_id: Control(call_id, op, argument))).result
 
     async def stop_profile(self) -> dict[str, bytes]:
         """Likewise; the files of what the core recorded for us, by their names."""
-        return (await self._ask("stop_profile")).files
+        return (await self._ask(lambda call_id: Control(call_id, "stop_profile"))).files
 
-    async def _ask(self, op: ControlOp, argument: int = 0) -> ControlReply:
+    async def load_adapter(self, adapter: Adapter) -> ControlReply:
+        """Likewise; the reply has [0] if it is there already, and the reason if it cannot be loaded."""
+        return await self._ask(lambda call_id: LoadAdapter(call_id, adapter))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Returns when the last request for it is over and it is gone, be it that it never was there."""
+        await self._ask(lambda call_id: UnloadAdapter(call_id, name))
+
+    async def _ask(self, question: Callable[[int], ToCore]) -> ControlReply:
         if self._death is not None:
             raise self._death
         self._num_calls += 1
@@ -174,7 +190,7 @@ class CoreClient(asyncio.Protocol):
         reply: asyncio.Future[ControlReply] = self._loop.create_future()
         self._calls[call_id] = reply
         try:
-            self.send(Control(call_id, op, argument))
+            self.send(question(call_id))
             return await reply
         finally:
             del self._calls[call_id]
@@ -240,6 +256,8 @@ class CoreClient(asyncio.Protocol):
             case CoreFailed():
                 self.was_killed = message.was_killed
                 self._died(StartupError(message.message) if not self._ready.done() else CoreDiedError(message.message))
+            case Adapters():
+                self.adapters = message
             case ControlReply():
                 reply = self._calls.get(message.call_id)
                 if reply is not None and not reply.done():

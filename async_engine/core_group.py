@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from async_engine.adapters import LoadedAdapters
 from async_engine.core_slot import CoreSlot
 from async_engine.kv_watch import KVWatches
 from async_engine.prefix_map import prefix_hashes
 from async_engine.recovery import Recovery, resubmissions
 from async_engine.router import Router
 from async_engine.stats_table import StatsTable
+from core_proc.block_hash import request_root
 from protos.errors import CoreDiedError, RequestFailedError, StartupError, TailraceError
 from protos.kv_changes import ROUTER_WATCH, WatchKV
 from protos.messages import Abort, Control, CoreReady, CoreStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
     from async_engine.core_client import CoreClient
     from async_engine.core_source import CoreSource
@@ -65,6 +67,7 @@ class CoreGroup:
         rows = [core.ready.max_num_seqs for _, core in cores]
         self._router = Router(rows, self.ready.block_size) if len(cores) > 1 else None
         self.kv_watches = KVWatches(self.slots)
+        self.adapters = LoadedAdapters(self.slots, processor)
         self._stats = StatsTable([core.ready.kv_capacity_tokens for _, core in cores])
         self._processor = processor
         self._is_live = is_live
@@ -100,7 +103,9 @@ class CoreGroup:
         if self._router is None or accepted.request.bypass_cache or params.prompt_logprobs is not None:
             return
         token_ids = np.array([*accepted.prompt_token_ids, *accepted.request.resume_token_ids], np.int32)
-        arguments = token_ids, self.ready.block_size, accepted.request.cache_salt
+        adapter = self.adapters.find(accepted.request.adapter)
+        root = request_root(accepted.request.cache_salt, "" if adapter is None else adapter.digest)
+        arguments = token_ids, self.ready.block_size, root
         if len(token_ids) <= INLINE_TOKENS:
             request.prefix_hashes = prefix_hashes(*arguments)
         else:
@@ -149,6 +154,8 @@ class CoreGroup:
         if request.ticket is not None and self._router is not None:
             self._router.ended(request.ticket, request.drawn_tokens if request.is_ending else None)
             request.ticket = None
+        if request.adapter:
+            self.adapters.changed()
 
     def _move(self, requests: Iterable[RequestState]) -> None:
         for request in requests:
@@ -208,6 +215,7 @@ class CoreGroup:
             self.error = RequestFailedError("the output processor failed")
         self._processor.fail_all(self.error)
         self.kv_watches.close(self.error)
+        self.adapters.close(self.error)
 
     async def close(self) -> None:
         """Stops the cores, once `run` has ended. Idempotent."""
@@ -241,6 +249,7 @@ class CoreGroup:
 
     def stays_down(self, slot: CoreSlot) -> None:
         self._pass_suspects_on()
+        self.adapters.changed()
 
     def others_serve(self, slot: CoreSlot) -> bool:
         return any(other.is_up for other in self.slots if other is not slot)
@@ -261,6 +270,7 @@ class CoreGroup:
         for message in slot.recovery.core_started():
             slot.send(message)
         self._pass_suspects_on()
+        self.adapters.changed()
 
     def _pass_suspects_on(self) -> None:
         """Those of places that stay empty go to the last core that is up: of the others none is at risk."""
@@ -303,6 +313,17 @@ async def start_cores(
             raise error.exceptions[0] from None
         raise
     return list(zip(sources, cores, strict=True))
+
+
+@contextlib.asynccontextmanager
+async def kept(cores: Sequence[tuple[CoreSource, CoreClient]]) -> AsyncIterator[None]:
+    """Closes them if what is to have them cannot be made."""
+    try:
+        yield
+    except BaseException:
+        for _, core in cores:
+            await core.close(grace=0)
+        raise
 
 
 async def _start(source: CoreSource, on_progress: Callable[[int, int], None] | None) -> CoreClient:

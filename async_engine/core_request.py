@@ -64,6 +64,7 @@ def core_request(
         repetition=params.repetition,
         grammar=params.grammar,
         caller=request.caller,
+        adapter=request.adapter,
     )
 
 

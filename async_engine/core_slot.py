@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from async_engine.core_source import CoreSource
     from async_engine.recovery import Recovery
     from async_engine.request_state import RequestState
-    from protos.messages import CoreReady, CoreStats, EngineCoreOutputs, ToCore
+    from protos.messages import CoreStats, EngineCoreOutputs, ToCore
 
 logger = logging.getLogger(__name__)
 
@@ -92,14 +92,14 @@ class CoreSlot:
         self.stats = self._past_stats = NO_STATS.after(self.stats)
         owner.went_down(self, self.recovery.core_died(self.core.entering, self.core.was_killed))
         await self.core.close(grace=0)
-        before = self.core.ready
+        before = self.core
         late = asyncio.get_running_loop().call_later(LATE_SECONDS, self._stay_down, owner)
         try:
             await self._start_again(owner, error, before)
         finally:
             late.cancel()
 
-    async def _start_again(self, owner: SlotOwner, error: TailraceError, before: CoreReady) -> None:
+    async def _start_again(self, owner: SlotOwner, error: TailraceError, before: CoreClient) -> None:
         while True:
             delay = self.recovery.next_delay(owner.others_serve(self))
             if delay is None:

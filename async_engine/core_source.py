@@ -27,13 +27,13 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class CoreSource:
     """`start(before, on_progress)` starts a core, or reaches one that runs, and returns when it can serve.
 
-    `before` is what the core held that it replaces: the next one must hold as much. None the first time.
+    `before` is the core that it replaces, which is dead: the next one must hold as much. None the first time.
     `on_progress(done, total)` is told bytes of weights. Raises StartupError if there is no core to be had.
     """
 
     name: str
     """For the log."""
-    start: Callable[[CoreReady | None, Callable[[int, int], None] | None], Awaitable[CoreClient]]
+    start: Callable[[CoreClient | None, Callable[[int, int], None] | None], Awaitable[CoreClient]]
     is_ours: bool = True
     """Whether how often it is replaced is for us to say."""
 
@@ -67,10 +67,12 @@ class LocalCores:
         eos_token_ids: tuple[int, ...],
         hang_timeout: float,
     ) -> CoreSource:
-        def start(before: CoreReady | None, on_progress: Callable[[int, int], None] | None) -> Awaitable[CoreClient]:
-            config = self._config if before is None else pinned(self._config, before)
+        def start(before: CoreClient | None, on_progress: Callable[[int, int], None] | None) -> Awaitable[CoreClient]:
             process = self._first.pop(name, None) or self._spawn(door, environment)
-            return CoreClient.start(config, eos_token_ids, process, on_progress, hang_timeout, door)
+            common = eos_token_ids, process, on_progress, hang_timeout, door
+            if before is None:
+                return CoreClient.start(self._config, *common)
+            return CoreClient.start(pinned(self._config, before.ready), *common, before.adapters)
 
         return CoreSource(name, start)
 
@@ -97,7 +99,7 @@ MAX_RETRY_SECONDS = 5.0
 def remote_core(address: str, secret: bytes, hang_timeout: float) -> CoreSource:
     """One that somebody else starts, and starts again: once it was there it is waited for, however long that takes."""
 
-    async def start(before: CoreReady | None, on_progress: Callable[[int, int], None] | None) -> CoreClient:
+    async def start(before: CoreClient | None, on_progress: Callable[[int, int], None] | None) -> CoreClient:
         delay = RETRY_SECONDS
         while True:
             try:
@@ -108,7 +110,7 @@ def remote_core(address: str, secret: bytes, hang_timeout: float) -> CoreSource:
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, MAX_RETRY_SECONDS)
                 continue
-            if before is not None and not _replaces(core.ready, before):
+            if before is not None and not _replaces(core.ready, before.ready):
                 await core.close()
                 raise StartupError(f"the core at {address} came back as another one")
             return core

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
-from protos.errors import InvalidRequestError, OverloadedError, TailraceError, UnavailableError
+from protos.errors import AdapterError, InvalidRequestError, OverloadedError, TailraceError, UnavailableError
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -22,7 +22,7 @@ RESTART_SECONDS = 1.0
 def to_status(error: TailraceError, request_id: str = "") -> status_pb2.Status:
     """ErrorInfo always; BadRequest with the field, RetryInfo and RequestInfo where they apply."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
-    if isinstance(error, InvalidRequestError):
+    if isinstance(error, InvalidRequestError | AdapterError):
         violation = error_details_pb2.BadRequest.FieldViolation(
             field=error.field, description=_short(error.description)
         )

@@ -42,6 +42,7 @@ def to_request(spec: pb.GenerationSpec, caller: str, deadline: float | None, max
         wants_text=wants_text(spec),
         tool_format=output.tool_format,
         reasoning_format=output.reasoning_format,
+        adapter=spec.adapter,
         priority=scheduling.priority,
         cache_salt=scheduling.cache_salt,
         bypass_cache=scheduling.bypass_cache,

@@ -69,6 +69,7 @@ def _live_request(state: RequestState, now: float) -> pb.LiveRequest:
         prompt_tokens=state.prompt_tokens,
         output_tokens=state.output_tokens,
         sequences=len(state.sequences),
+        adapter=state.adapter,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,16 +15,28 @@ if TYPE_CHECKING:
     from protos.kv_changes import KVChanges
 
 
-def stored_blocks(changes: KVChanges) -> Iterator[tuple[int, int | None, str, list[int]]]:
-    """Of each stored block its hash, its parent's, its salt, and its tokens if they were asked for."""
+class StoredBlock(NamedTuple):
+    """A block that a core holds now."""
+
+    block_hash: int
+    parent: int | None
+    salt: str
+    adapter: str
+    token_ids: list[int]
+    """If they were asked for."""
+
+
+def stored_blocks(changes: KVChanges) -> Iterator[StoredBlock]:
     blocks = changes.blocks
     assert blocks is not None, "a watch of hashes alone"
     hashes = np.frombuffer(changes.stored, "<u8").tolist()
     parents = np.frombuffer(blocks.parents, "<u8").tolist()
     token_ids = np.frombuffer(blocks.token_ids, "<i4")
     rows = token_ids.reshape(len(hashes), -1).tolist() if hashes else []
-    for block_hash, parent, salt, row in zip(hashes, parents, blocks.salts, rows, strict=True):
-        yield block_hash, parent or None, salt, row
+    for block_hash, parent, salt, adapter, row in zip(
+        hashes, parents, blocks.salts, blocks.adapters, rows, strict=True
+    ):
+        yield StoredBlock(block_hash, parent or None, salt, adapter, row)
 
 
 def removed_hashes(changes: KVChanges) -> list[int]:
@@ -43,8 +55,12 @@ def kv_events_response(told: Told, block_size: int) -> pb.WatchKvEventsResponse:
         block_size=block_size,
     )
     if changes.stored:
-        for block_hash, parent, salt, token_ids in stored_blocks(changes):
+        for block in stored_blocks(changes):
             response.stored_blocks.add(
-                block_hash=block_hash, parent_block_hash=parent, cache_salt=salt, token_ids=token_ids
+                block_hash=block.block_hash,
+                parent_block_hash=block.parent,
+                cache_salt=block.salt,
+                token_ids=block.token_ids,
+                adapter=block.adapter,
             )
     return response

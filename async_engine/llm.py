@@ -57,14 +57,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """Outputs in the order of the prompts; `params` are for all of them, or one for each.
 
-        A list of ints is one prompt of token ids. Raises InvalidRequestError, before anything runs to its
-        end, if one of the prompts cannot be served.
+        A list of ints is one prompt of token ids. `adapter` is the name of a loaded one. Raises
+        InvalidRequestError, before anything runs to its end, if one of the prompts cannot be served.
         """
         batch: list[Prompt] = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[arg-type, list-item]
-        return self._run(self._generate(_requests(batch, params)))
+        return self._run(self._generate(_requests(batch, params, adapter=adapter)))
 
     def chat(
         self,
@@ -75,6 +77,7 @@ class LLM:
         template_kwargs: dict[str, Any] | None = None,
         tool_format: str = "",
         reasoning_format: str = "",
+        adapter: str = "",
     ) -> list[RequestOutput]:
         """The next turn of one conversation (messages with "role" and "content"), or of each of several.
 
@@ -85,33 +88,48 @@ class LLM:
         batch: Any = [conversations] if is_one else conversations
         variables = {**({"tools": list(tools)} if tools else {}), **(template_kwargs or {})}
         prompts: list[Prompt] = [ChatPrompt(messages=list(messages), template_kwargs=variables) for messages in batch]
-        requests = _requests(prompts, params, tool_format=tool_format, reasoning_format=reasoning_format)
+        requests = _requests(
+            prompts, params, tool_format=tool_format, reasoning_format=reasoning_format, adapter=adapter
+        )
         return self._run(self._generate(requests))
 
-    def score(self, texts: str | list[int] | Sequence[str | list[int]]) -> list[Score]:
+    def score(self, texts: str | list[int] | Sequence[str | list[int]], *, adapter: str = "") -> list[Score]:
         """How likely the model finds a text, or each of several, token by token."""
         batch: Any = [texts] if _is_one(texts) else texts
         token_ids = [self._encode(text) for text in batch]
         params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-        outputs = self._run(
-            self._generate([GenerationRequest(prompt=ids, params=params, wants_text=False) for ids in token_ids])
-        )
+        requests = _requests(list(token_ids), params, wants_text=False, adapter=adapter)
+        outputs = self._run(self._generate(requests))
         return [
             Score(ids, [] if output.prompt_logprobs is None else output.prompt_logprobs.logprobs)
             for ids, output in zip(token_ids, outputs, strict=True)
         ]
 
     def beam_search(
-        self, prompt: str | list[int], *, width: int = 4, max_tokens: int = 64, length_penalty: float = 1.0
+        self,
+        prompt: str | list[int],
+        *,
+        width: int = 4,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+        adapter: str = "",
     ) -> list[tuple[str, Beam]]:
         """The best outputs found, best first, with their texts; see `beam_search`."""
         token_ids = self._encode(prompt)
-        beams = self._run(beam_search(self._llm, token_ids, width, max_tokens, length_penalty))
+        beams = self._run(beam_search(self._llm, token_ids, width, max_tokens, length_penalty, adapter))
         return [(self._llm.model.tokenizer.decode(beam.token_ids, skip_special_tokens=True), beam) for beam in beams]
 
     def alternatives(self, before: list[int], token_ids: Sequence[int]) -> list[str]:
         """The text that each of these tokens would add behind those before: for showing log-probabilities."""
         return self._llm.model.tokenizer.alternatives(before, token_ids)
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Makes the LoRA adapter in a directory known by a name. Raises AdapterError, or another TailraceError."""
+        self._run(self._llm.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Returns when the last output it is for is done. Raises AdapterNotFoundError."""
+        self._run(self._llm.cores.adapters.unload(name))
 
     def close(self) -> None:
         """Ends the engine's processes. Idempotent."""

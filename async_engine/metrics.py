@@ -65,6 +65,8 @@ class Metrics:
         live.set_function(lambda: llm.num_live)
         silence = self._gauge("tailrace_core_silent_seconds", "Since the core was last heard of: its step's age.")
         silence.set_function(lambda: llm.cores.silent_seconds)
+        adapters = self._gauge("tailrace_adapters", "LoRA adapters that requests may ask for.")
+        adapters.set_function(lambda: len(llm.cores.adapters.names))
         self._finished = Counter(
             "tailrace_requests_finished", "Requests that are over.", ["reason"], registry=self.registry
         )
@@ -119,6 +121,7 @@ OF_THE_ENGINE = {
     *(f"tailrace_{name}" for name in (*_GAUGES, *_COUNTERS)),
     "tailrace_core_silent_seconds",
     "tailrace_core_restarts",
+    "tailrace_adapters",
 }
 """Families that every front end of an engine knows alike, as the cores tell all. The others are each one's own."""
 

@@ -53,6 +53,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
                     kv_capacity_tokens=core.kv_capacity_tokens,
                     max_sequences=core.max_num_seqs,
                     weight_bytes=core.weight_bytes,
+                    adapters=self._llm.cores.adapters.names,
                 )
             ]
         )

@@ -10,6 +10,7 @@ import numpy as np
 from async_engine.logprobs import LogprobTable
 from async_engine.unexpected import hide_error
 from protos.errors import (
+    AdapterNotFoundError,
     DeadlineError,
     InvalidRequestError,
     OverloadedError,
@@ -161,6 +162,8 @@ class OutputProcessor:
 def _error(finished: Finished) -> TailraceError:
     if finished.reason is FinishReason.INVALID:
         return InvalidRequestError(finished.field, finished.message)
+    if finished.reason is FinishReason.NO_ADAPTER:
+        return AdapterNotFoundError(finished.field, finished.message)
     if finished.reason is FinishReason.SHED:
         return ShedError(finished.message, finished.retry_after)
     return _FAILURES[finished.reason](finished.message)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core_proc.block_hash import SHORT_SIZE, chain_root, extend_chain
+from core_proc.block_hash import SHORT_SIZE, extend_chain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from protos.kv_changes import KVChanges
 
 
-def prefix_hashes(token_ids: npt.NDArray[np.int32], block_size: int, cache_salt: str) -> list[int]:
+def prefix_hashes(token_ids: npt.NDArray[np.int32], block_size: int, root: bytes) -> list[int]:
     """Short hashes of the blocks of a prompt that a core may find in its cache: all full ones but that of the last
-    token, which is always computed."""
+    token, which is always computed. `root` is the `request_root`."""
     chain: list[bytes] = []
-    extend_chain(chain, chain_root([("salt", cache_salt)]), token_ids[: len(token_ids) - 1], block_size)
+    extend_chain(chain, root, token_ids[: len(token_ids) - 1], block_size)
     return [int.from_bytes(block_hash[:SHORT_SIZE], "little") for block_hash in chain]
 
 

@@ -39,6 +39,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_format: str = ""
     """The same for reasoning."""
     priority: int = 0
+    adapter: str = ""
+    """Name of a loaded adapter, empty for the model alone."""
     cache_salt: str = ""
     bypass_cache: bool = False
     caller: str = ""

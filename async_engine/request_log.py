@@ -56,6 +56,8 @@ class RequestLog:
             total_ms=round((time.monotonic() - state.arrival_time) * 1e3, 1),
             preemptions=finished.preemptions,
         )
+        if state.adapter:
+            fields["adapter"] = state.adapter
         if finished.message:
             fields["message"] = finished.message
         if self._with_text:

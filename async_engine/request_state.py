@@ -31,6 +31,8 @@ class RequestState:
     def __init__(self, request_id: str, sink: OutputSink, handles: list[int], caller: str = "") -> None:
         self.request_id = request_id
         self.caller = caller
+        self.adapter = ""
+        """Name of what computes it with the model; known when it is checked."""
         self.sink = sink
         self.sequences = [SequenceState(handle, self, sink.sequence(index)) for index, handle in enumerate(handles)]
         self.arrival_time = time.monotonic()

@@ -10,12 +10,12 @@ import msgspec
 from async_engine.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from protos.messages import Vocabulary
 from protos.model_files import model_digest, read_model_spec, resolve_model
+from protos.model_spec import BasicSpec
 from protos.params import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from protos.model_spec import BasicSpec
 
 NULL_MODEL = "null"
 
@@ -26,6 +26,7 @@ class ServedModel(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...]
     """What requests may call it; the first is how it calls itself."""
     path: str
+    spec: BasicSpec
     tokenizer: Tokenizer
     vocab_size: int
     """Ids the model knows; the tokenizer may know fewer."""
@@ -60,6 +61,7 @@ def null_model(served_name: str) -> ServedModel:
     return ServedModel(
         names=_names(served_name, NULL_MODEL),
         path=NULL_MODEL,
+        spec=BasicSpec(architecture=NULL_MODEL, vocab_size=tokenizer.vocab_size),
         tokenizer=tokenizer,
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=(),
@@ -74,6 +76,7 @@ async def load_served_model(name: str, path: Path, spec: BasicSpec, served_name:
     return ServedModel(
         names=_names(served_name, own_name, name),
         path=str(path),
+        spec=spec,
         tokenizer=tokenizer,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,

@@ -269,6 +269,8 @@ async def find_cores(config: ServeConfig) -> Cores:
     if options.core:
         for address in options.core:
             split_address("core", address)
+        if config.adapters.adapters:
+            raise InvalidRequestError("adapters", "is for who starts the core; this one has its own")
         if not options.secret_file:
             raise InvalidRequestError("secret_file", "is needed with --core")
         return Cores(options.core, read_secret(Path(options.secret_file)))

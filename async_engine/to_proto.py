@@ -143,6 +143,7 @@ def _effective(answer: Answer) -> pb.GenerationSpec:
         scheduling=scheduling,
         num_sequences=params.n,
         truncate_prompt_tokens=params.truncate_prompt_tokens,
+        adapter=accepted.request.adapter,
     )
 
 

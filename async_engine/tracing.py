@@ -126,7 +126,9 @@ class TraceInterceptor(HandlerInterceptor):
         span.end(start + round((time.monotonic() - state.arrival_time) * 1e9))
 
     def _attributes(self, state: RequestState, finished: Finished) -> dict[str, str | int | float | list[str]]:
+        adapter = {"tailrace.adapter": state.adapter} if state.adapter else {}
         return {
+            **adapter,
             "gen_ai.provider.name": "tailrace",
             "gen_ai.request.model": self._llm.model.names[0],
             "gen_ai.response.id": state.request_id,

@@ -22,6 +22,11 @@ SHORT_SIZE = 8
 """Bytes of a hash that are told to others: enough to guess by, which is what they do."""
 
 
+def request_root(cache_salt: str, adapter: str) -> bytes:
+    """Root of a request's chain; `adapter` is the digest of its adapter's files, empty without one."""
+    return chain_root([("salt", cache_salt), *([("adapter", adapter)] if adapter else [])])
+
+
 def chain_root(extra: Iterable[tuple[str, str]] = ()) -> bytes:
     """Root of a chain; `extra` are (kind, value) pairs such as ("salt", "tenant-7")."""
     digest = blake2b(digest_size=DIGEST_SIZE)

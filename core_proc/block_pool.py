@@ -24,6 +24,8 @@ class BlockContent(NamedTuple):
     salt: str
     token_ids: bytes
     """Little-endian int32."""
+    adapter: str = ""
+    """Name of the adapter it was computed with; empty is none."""
 
 
 class BlockPool:

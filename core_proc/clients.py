@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable, Iterator
 
-    from protos.messages import CoreReady, ToCore, ToFrontEnd
+    from protos.messages import Adapters, CoreReady, ToCore, ToFrontEnd
 
 SILENCE_SECONDS = 30.0
 """A front end that says or takes nothing for so long is gone: it pings every second. The owner may be stopped."""
@@ -40,6 +40,7 @@ class Clients:
         owner.on_room = on_room
         self._connections: tuple[Connection, ...] = (owner,)
         self._ready: CoreReady | None = None
+        self._adapters: Adapters
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(self._connections)
@@ -47,10 +48,10 @@ class Clients:
     def __len__(self) -> int:
         return len(self._connections)
 
-    def begin(self, ready: CoreReady) -> None:
+    def begin(self, ready: CoreReady, adapters: Adapters) -> None:
         """The engine can serve: all are told, and what they ask is read from now on."""
         with self._lock:
-            self._ready = ready
+            self._ready, self._adapters = ready, adapters
             for connection in self._connections:
                 self._begin(connection, ready)
 
@@ -70,6 +71,12 @@ class Clients:
             self._connections = tuple(other for other in self._connections if other is not connection)
         connection.leave()
 
+    def tell_adapters(self, adapters: Adapters) -> None:
+        """All of them, and those that come later."""
+        with self._lock:
+            self._adapters = adapters
+            self.tell(adapters)
+
     def tell(self, message: ToFrontEnd) -> None:
         """All of them."""
         for connection in self._connections:
@@ -80,5 +87,6 @@ class Clients:
             connection.flush_and_close()
 
     def _begin(self, connection: Connection, ready: CoreReady) -> None:
+        connection.send(self._adapters)
         connection.send(ready)
         connection.start_reading(lambda message: self._receive(connection, message))

@@ -6,21 +6,28 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
+from core_proc.adapters import AdapterTable
 from core_proc.core_profile import CoreProfile
 from core_proc.kv_cache import KVCache
+from core_proc.request import State
 from core_proc.scheduler import Scheduler
 from core_proc.shares import StepShares
 from gpu_executor.executor import WorkersDiedError
 from gpu_executor.factory import make_executor
-from protos.messages import CoreReady
+from protos.errors import AdapterError, TailraceError
+from protos.messages import CoreReady, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from core_proc.adapters import HeldAdapter
     from core_proc.black_box import Entry
     from core_proc.intake import StepInFlight
+    from core_proc.request import Request
     from gpu_executor.executor import Executor, PendingOutput
+    from protos.adapter_files import Adapter
     from protos.config import EngineConfig
+    from protos.messages import Adapters
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +68,7 @@ class EngineCore:
         )
         self._in_flight: deque[tuple[StepInFlight, PendingOutput]] = deque()
         self.profile = CoreProfile(self._executor)
+        self.adapters = AdapterTable(config.adapters.max_adapters)
         self._num_failed = 0
         """Steps since one was carried out."""
         self.vocab_size = info.vocab_size
@@ -74,6 +82,8 @@ class EngineCore:
             device=info.device,
             weight_bytes=info.weight_bytes,
             kv_cache_bytes=info.kv_cache_bytes,
+            max_adapters=config.adapters.max_adapters,
+            max_adapter_rank=config.adapters.max_adapter_rank,
         )
 
     @property
@@ -134,6 +144,46 @@ class EngineCore:
         if entries or self._told_entering:
             self._told_entering = bool(entries)
             self._on_entering(entries)
+
+    def add(self, request: Request) -> None:
+        """Queues a request; one whose adapter is not there, or not any more, fails at once."""
+        self.scheduler.add(request)
+        name, held = request.params.adapter, request.adapter
+        if name and (held is None or held.is_closed) and request.state is not State.FINISHED:
+            message = f"there is no adapter {name!r} any more"
+            self.scheduler.table.finish(request, FinishReason.NO_ADAPTER, message, field="adapter")
+
+    def load_adapter(self, adapter: Adapter) -> bool:
+        """False if it is there already. Raises AdapterError, and others of the table; WorkersDiedError."""
+        return self.adapters.load(adapter, self._put_adapter)
+
+    def _put_adapter(self, slot: int, adapter: Adapter) -> None:
+        try:
+            self._executor.load_adapter(slot, adapter)
+        except (TailraceError, WorkersDiedError):
+            raise
+        except Exception as error:
+            logger.exception("adapter %s cannot be loaded", adapter.name)
+            self._executor.unload_adapter(slot)
+            raise AdapterError(f"{adapter.path}: cannot be loaded: {type(error).__name__}") from None
+
+    def load_again(self, adapters: Adapters) -> None:
+        """What another core held. One that cannot be had any more is left out: requests for it will fail."""
+        for adapter in adapters.loaded:
+            try:
+                self.load_adapter(adapter)
+            except TailraceError as error:
+                logger.error("adapter %s cannot be loaded again: %s", adapter.name, error)
+        for name in adapters.leaving:
+            if (held := self.adapters.get(name)) is not None:
+                held.is_leaving = True
+
+    def free_adapters(self) -> list[HeldAdapter]:
+        """Takes out those that were closed, and that no request and no step in flight needs any more."""
+        gone = self.adapters.take_out(self.scheduler.kv_cache.last_returned_step)
+        for held in gone:
+            self._executor.unload_adapter(held.slot)
+        return gone
 
     def shutdown(self) -> None:
         self._executor.shutdown()

@@ -93,14 +93,14 @@ class KVCache:
         if full <= request.num_published:
             return
         extend_chain(request.block_hashes, request.hash_root, token_ids[: full * self.block_size], self.block_size)
-        first, salt = request.num_published, request.params.cache_salt
+        first, salt, adapter = request.num_published, request.params.cache_salt, request.params.adapter
         data = token_ids[first * self.block_size : full * self.block_size].tobytes()
         width = token_ids.itemsize * self.block_size
         published = []
         for index in range(first, full):
             parent = request.block_hashes[index - 1] if index else None
             start = (index - first) * width
-            content = BlockContent(parent, salt, data[start : start + width])
+            content = BlockContent(parent, salt, data[start : start + width], adapter)
             if self.pool.publish(request.block_ids[index], request.block_hashes[index], content):
                 published.append(request.block_ids[index])
         request.num_published = full

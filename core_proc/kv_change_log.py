@@ -103,6 +103,7 @@ class KVChangeLog:
             b"".join(_NO_PARENT if content.parent is None else content.parent[:SHORT_SIZE] for content in contents),
             [content.salt for content in contents],
             b"".join(content.token_ids for content in contents) if with_tokens else b"",
+            [content.adapter for content in contents],
         )
 
     def _start_over(self, watch: _Watch) -> None:

@@ -43,11 +43,13 @@ from protos.messages import (
     EngineCoreRequest,
     GrammarSpec,
     Hello,
+    LoadAdapter,
     LoadProgress,
     Ping,
     Pong,
     Shutdown,
     ToCore,
+    UnloadAdapter,
     Vocabulary,
 )
 
@@ -99,7 +101,7 @@ class EngineCoreProc:
         )
         if listener is not None:
             Door(listener, hello, self.clients.admit)
-        self._config, self._eos_token_ids = hello.config, hello.eos_token_ids
+        self._config, self._eos_token_ids, self._adapters = hello.config, hello.eos_token_ids, hello.adapters
         self._black_box = black_box
         self._block_size = hello.config.cache.block_size
         self._grammars: GrammarCompiler | None = None
@@ -119,7 +121,8 @@ class EngineCoreProc:
             on_entering=self._black_box.write,
             on_death=self._inbox.put,
         )
-        self.clients.begin(self._core.ready)
+        self._core.load_again(self._adapters)
+        self.clients.begin(self._core.ready, self._core.adapters.told)
 
     def run(self) -> None:
         """Steps until the owner leaves or asks to stop."""
@@ -141,7 +144,8 @@ class EngineCoreProc:
     def _receive(self, connection: Connection, message: ToCore | None) -> None:
         if isinstance(message, EngineCoreRequest):
             client, max_model_len = connection.client, self._core.ready.max_model_len
-            self._inbox.put(make_request(message, client, self._block_size, max_model_len, time.monotonic()))
+            adapter = self._core.adapters.get(message.adapter) if message.adapter else None
+            self._inbox.put(make_request(message, client, self._block_size, max_model_len, time.monotonic(), adapter))
         else:
             if isinstance(message, Abort):
                 # Seen at the end of the step that runs; the inbox only after it.
@@ -167,7 +171,7 @@ class EngineCoreProc:
         scheduler = self._core.scheduler
         match item:
             case Request():
-                scheduler.add(item)
+                self._core.add(item)
                 if item.params.grammar is not None:
                     self._compile(item, item.params.grammar)
             case Compiled():
@@ -193,6 +197,10 @@ class EngineCoreProc:
                 connection.send(ControlReply(message.call_id, [], files))
             case Control():
                 connection.send(ControlReply(message.call_id, self._control(connection.client, message)))
+            case LoadAdapter():
+                self._load_adapter(connection, message)
+            case UnloadAdapter():
+                self._unload_adapter(connection, message)
             case WatchKV():
                 scheduler.kv_cache.changes.begin(connection.client, message)
             case MoreKV():
@@ -239,6 +247,31 @@ class EngineCoreProc:
                 return scheduler.table.progress(client, message.argument)
         return []
 
+    def _load_adapter(self, connection: Connection, message: LoadAdapter) -> None:
+        try:
+            is_new = self._core.load_adapter(message.adapter)
+        except TailraceError as error:
+            connection.send(ControlReply(message.call_id, [], error=str(error), reason=error.reason))
+            return
+        if is_new:
+            self.clients.tell_adapters(self._core.adapters.told)
+        connection.send(ControlReply(message.call_id, [int(is_new)]))
+
+    def _unload_adapter(self, connection: Connection, message: UnloadAdapter) -> None:
+        reply = ControlReply(message.call_id, [])
+        if self._core.adapters.close(message.name, lambda: connection.send(reply)):
+            self.clients.tell_adapters(self._core.adapters.told)
+            self._free_adapters()
+        else:
+            connection.send(reply)
+
+    def _free_adapters(self) -> None:
+        gone = self._core.free_adapters()
+        if gone:
+            self.clients.tell_adapters(self._core.adapters.told)
+        for on_gone in [on_gone for held in gone for on_gone in held.on_gone]:
+            on_gone()
+
     def _apply_aborts(self) -> None:
         for _ in range(self._aborts.qsize()):
             client, message = self._aborts.get()
@@ -246,6 +279,7 @@ class EngineCoreProc:
 
     def _send_outputs(self, is_idle: bool = False) -> None:
         """To each front end its own, but for those that do not take them: theirs wait, and so do their requests."""
+        self._free_adapters()
         full = [connection.client for connection in self.clients if not connection.has_room]
         self._core.scheduler.held_back = full
         self._nobody_takes = len(full) == len(self.clients)

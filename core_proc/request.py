@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from core_proc.block_hash import chain_root, extend_chain
+from core_proc.block_hash import extend_chain, request_root
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+    from core_proc.adapters import HeldAdapter
     from core_proc.grammar import Matcher
     from protos.messages import EngineCoreRequest, Sibling
 
@@ -49,6 +50,8 @@ class Request:
     hash_root: bytes
     block_hashes: list[bytes]
     """Chain hashes of the full blocks of known tokens, as far as they were computed; at least the prompt's."""
+    adapter: HeldAdapter | None
+    """What computes it with the model; None also where it asks for one that was not there when it came."""
 
     state: State = State.WAITING
     row: int = -1
@@ -119,10 +122,17 @@ class Request:
         )
 
 
-def make_request(message: EngineCoreRequest, client: int, block_size: int, max_model_len: int, now: float) -> Request:
+def make_request(
+    message: EngineCoreRequest,
+    client: int,
+    block_size: int,
+    max_model_len: int,
+    now: float,
+    adapter: HeldAdapter | None = None,
+) -> Request:
     """The scheduler's view of a message and its siblings, the prompt hashed: all that can be done off the main loop.
 
-    `arrival` is given when it is queued.
+    `adapter` is the one it names, if there is one. `arrival` is given when it is queued.
     """
     prompt = np.frombuffer(message.prompt_token_ids, "<i4")
     token_ids = np.concatenate([prompt, np.frombuffer(message.output_token_ids, "<i4")])
@@ -135,8 +145,9 @@ def make_request(message: EngineCoreRequest, client: int, block_size: int, max_m
         token_ids=token_ids,
         num_prompt_tokens=len(prompt),
         max_len=min(len(prompt) + message.max_tokens, max_model_len),
-        hash_root=chain_root([("salt", message.cache_salt)]),
+        hash_root=request_root(message.cache_salt, "" if adapter is None else adapter.adapter.digest),
         block_hashes=[],
+        adapter=adapter,
         prompt_logprobs_from=message.prompt_logprobs_from,
     )
     if not message.bypass_cache:

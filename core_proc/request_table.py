@@ -82,6 +82,8 @@ class RequestTable:
         request.arrival = self._next_number()
         request.expected_output = self.pace.expected_output(request)
         self._requests[key] = request
+        if request.adapter is not None:
+            request.adapter.num_requests += 1
         self.timers.add(request)
 
     def _next_number(self) -> int:
@@ -162,6 +164,8 @@ class RequestTable:
             self.waiting.remove(request)
         request.state = State.FINISHED
         del self._requests[request.client, request.handle]
+        if request.adapter is not None:
+            request.adapter.leave(request.last_step)
         siblings, request.siblings = request.siblings, []
         for sibling in siblings:
             if sibling.state is not State.FINISHED:

@@ -34,6 +34,7 @@ class StepDraft:
                 block_ids=list(request.block_ids),
                 sampling=request.params.sampling,
                 prompt_logprobs_from=request.prompt_logprobs_from,
+                adapter=0 if request.adapter is None else request.adapter.slot,
             )
         )
 

@@ -136,9 +136,40 @@ class AdapterError(TailraceError):
 
     status = "INVALID_ARGUMENT"
     reason = "INVALID_ADAPTER"
+    field: ClassVar[str] = "path"
+    """Of the request that names the files."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(_shown(message))
+        self.description = _shown(message)
+        super().__init__(self.description)
+
+
+class AdapterNotFoundError(InvalidRequestError):
+    """There is no adapter of the name that `field` has, or not any more."""
+
+    status = "NOT_FOUND"
+    reason = "ADAPTER_NOT_FOUND"
+
+
+class AdapterExistsError(TailraceError):
+    """The name is taken: by an adapter with other weights, or by the model."""
+
+    status = "ALREADY_EXISTS"
+    reason = "ADAPTER_EXISTS"
+
+
+class AdapterLeavingError(TailraceError):
+    """The adapter of that name is being unloaded."""
+
+    status = "FAILED_PRECONDITION"
+    reason = "ADAPTER_LEAVING"
+
+
+class AdapterLimitError(TailraceError):
+    """As many adapters are loaded as may be."""
+
+    status = "RESOURCE_EXHAUSTED"
+    reason = "ADAPTER_LIMIT"
 
 
 class StartupError(TailraceError):

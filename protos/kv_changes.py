@@ -47,6 +47,8 @@ class CachedBlocks(msgspec.Struct, frozen=True, array_like=True):
     """Cache salts they were computed under."""
     token_ids: bytes
     """Little-endian int32 of all tokens, end to end; empty unless asked for."""
+    adapters: list[str]
+    """Names of the adapters they were computed with; empty where that is none."""
 
 
 class KVChanges(msgspec.Struct, frozen=True, array_like=True):

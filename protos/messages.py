@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from protos.adapter_files import Adapter
 from protos.config import EngineConfig
 from protos.kv_changes import KVChanges, MoreKV, UnwatchKV, WatchKV
 
@@ -35,6 +36,7 @@ class FinishReason(enum.IntEnum):
     INVALID = 103
     OVERLOADED = 104
     SHED = 105
+    NO_ADAPTER = 106
 
     @property
     def is_failure(self) -> bool:
@@ -75,6 +77,14 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     """Report what tokens are drawn from, rather than what the model said."""
 
 
+class Adapters(msgspec.Struct, frozen=True, tag="adapters", array_like=True):
+    """What a core holds beside the model. Core to front end: first of all, and whenever it changes."""
+
+    loaded: list[Adapter] = []
+    leaving: list[str] = []
+    """Names of those that take no new requests, and go with the last one they have."""
+
+
 # Front end to core ---------------------------------------------------------------------------
 
 
@@ -87,6 +97,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", array_like=True):
     """What other front ends must know to be let in, where the core listens for some."""
     model_digest: str = ""
     """For them to compare with that of their own files."""
+    adapters: Adapters = Adapters()
+    """What the core held that this one replaces: loaded before anybody is let in. Those that leave take requests until
+    their unloading is asked for again, since such requests were the last core's."""
 
 
 GrammarKind = Literal["json_schema", "json_object", "regex", "grammar", "choices", "structural_tag"]
@@ -154,6 +167,8 @@ class EngineCoreRequest(msgspec.Struct, frozen=True, tag="add", array_like=True)
     """Who asks. Callers get their turns in fairness, whatever each of them asks for."""
     was_admitted: bool = False
     """By a core before this one: it goes on before what is new, and is not refused."""
+    adapter: str = ""
+    """Name of the adapter that it is computed with; empty is none."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
@@ -164,7 +179,9 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", array_like=True):
     """They are complete, by a stop string, rather than given up."""
 
 
-ControlOp = Literal["pause", "freeze", "resume", "reset_prefix_cache", "progress", "start_profile", "stop_profile"]
+ControlOp = Literal[
+    "pause", "freeze", "resume", "reset_prefix_cache", "progress", "start_profile", "stop_profile", "sync"
+]
 
 
 class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
@@ -175,11 +192,26 @@ class Control(msgspec.Struct, frozen=True, tag="control", array_like=True):
     start_profile: record what core and workers do with their time; answers [0] if that is done already, else [1].
     stop_profile: the files of what was recorded for this front end.
     progress: of the request `argument`: [requests ahead in the queue, prompt tokens computed].
+    sync: nothing; what changed before has been told.
     """
 
     call_id: int
     op: ControlOp
     argument: int = 0
+
+
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", array_like=True):
+    """Answered by a ControlReply: [1], [0] if it is there already, or why not. Its Adapters come before."""
+
+    call_id: int
+    adapter: Adapter
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", array_like=True):
+    """No new requests for an adapter. Answered by a ControlReply, when the last one is over and the adapter gone."""
+
+    call_id: int
+    name: str
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping", array_like=True):
@@ -211,6 +243,8 @@ class CoreReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     device: str
     weight_bytes: int
     kv_cache_bytes: int
+    max_adapters: int = 0
+    max_adapter_rank: int = 0
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):
@@ -322,17 +356,34 @@ class EngineCoreOutputs(msgspec.Struct, frozen=True, tag="outputs", array_like=T
 
 
 class ControlReply(msgspec.Struct, frozen=True, tag="reply", array_like=True):
-    """Answer to a Control."""
+    """Answer to a Control, a LoadAdapter or an UnloadAdapter."""
 
     call_id: int
     result: list[int]
     files: dict[str, bytes] = {}
     """By name."""
+    error: str = ""
+    """Why it cannot be done: one line."""
+    reason: str = ""
+    """Of the error that it is, in protos.errors."""
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong", array_like=True):
     """Answer to a Ping, from the main loop between two steps."""
 
 
-ToCore = Hello | Vocabulary | EngineCoreRequest | Abort | Control | WatchKV | MoreKV | UnwatchKV | Ping | Shutdown
-ToFrontEnd = LoadProgress | CoreReady | CoreFailed | EngineCoreOutputs | ControlReply | Pong
+ToCore = (
+    Hello
+    | Vocabulary
+    | EngineCoreRequest
+    | Abort
+    | Control
+    | LoadAdapter
+    | UnloadAdapter
+    | WatchKV
+    | MoreKV
+    | UnwatchKV
+    | Ping
+    | Shutdown
+)
+ToFrontEnd = LoadProgress | CoreReady | CoreFailed | Adapters | EngineCoreOutputs | ControlReply | Pong

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from protos.adapter_files import Adapter
 from protos.messages import Sampling
 from protos.step import (
     NULL_BLOCK,
@@ -152,9 +153,12 @@ class Reference:
         forced: Mapping[int, int] | None = None,
         weights: int = 1,
         matcher: ScriptedMatcher | None = None,
+        adapter: int = 0,
     ) -> None:
         self.weights = weights
         """Stands for the model: other weights, other tokens from here on."""
+        self._adapter = adapter
+        """What an adapter makes of the weights."""
         self._prompt = list(prompt)
         self._output: list[int] = []
         self._sampling = sampling
@@ -163,13 +167,22 @@ class Reference:
 
     def __getitem__(self, index: int) -> int:
         while len(self._output) <= index:
-            cells = np.array(fill_cells(self._prompt + self._output, self.weights), np.uint64)
+            cells = np.array(fill_cells(self._prompt + self._output, self.weights ^ self._adapter), np.uint64)
             allowed = range(VOCAB_SIZE) if self._matcher is None else self._matcher.allowed()
             token_id = draw(cells, len(self._prompt), self._sampling, self._forced, allowed)
             if self._matcher is not None:
                 self._matcher.accept(token_id)
             self._output.append(token_id)
         return self._output[index]
+
+
+def make_adapter(name: str, weights: int) -> Adapter:
+    """One that is nowhere, with the content of which `weights` is a number."""
+    return Adapter(name, f"/adapters/{name}", f"{weights:032x}", 8, 1000)
+
+
+def adapter_weights(adapter: Adapter) -> int:
+    return int(adapter.digest, 16)
 
 
 def expected_tokens(prompt: Sequence[int], n: int, seed: int = 0, **sampling: Any) -> list[int]:
@@ -187,6 +200,8 @@ class _Row:
     num_prompt_tokens: int
     sampling: Sampling
     prompt_logprobs_from: int
+    adapter: int
+    """Its slot, 0 for none."""
     computed: int | None = None
     """Tokens from the start that steps have computed; None before the first."""
 
@@ -199,6 +214,7 @@ def _apply_diff(rows: dict[int, _Row], step: SchedulerOutput, num_stages: int = 
             new.num_prompt_tokens,
             new.sampling,
             new.prompt_logprobs_from,
+            new.adapter,
         )
     for row, block in zip(step.block_rows.tolist(), step.block_ids.tolist(), strict=True):
         rows[row].table.append(block)
@@ -268,6 +284,10 @@ class StepChecker:
         self._expect(min(self._in_flight) == step_id, f"step {step_id} returns out of order")
         del self._in_flight[step_id], self._drawing[step_id]
 
+    def slot_emptied(self, slot: int) -> None:
+        rows = {state for touched in self._in_flight.values() for _, state in touched if state.adapter == slot}
+        self._expect(not rows, f"adapter slot {slot} is emptied under {len(rows)} rows in flight")
+
     def _check_form(self, step: SchedulerOutput) -> None:
         self._expect(step.step_id == self._next_step, f"step {self._next_step} was expected")
         self._next_step = step.step_id + 1
@@ -323,6 +343,8 @@ class PagedFakeWorker:
     poison_seeds: dict[int, int] = field(default_factory=dict)
     """Rows that make every step raise which computes this position of theirs or one behind it, by their seed."""
     weights: int = 1
+    adapters: dict[int, int] = field(default_factory=dict)
+    """By slot, what it makes of the weights; a row that names another slot fails its step."""
     steps: list[SchedulerOutput] = field(default_factory=list)
     num_failed: int = 0
     """Steps that raised."""
@@ -340,6 +362,17 @@ class PagedFakeWorker:
         report(1, 1)
         shape = (self.num_blocks, self.max_model_len, VOCAB_SIZE, "none", "fake", 0, 0)
         return WorkerInfo(*shape, max_steps_in_flight=self.depth, num_stages=self.num_stages)
+
+    def load_adapter(self, slot: int, adapter: Adapter) -> None:
+        assert slot not in self.adapters, f"slot {slot} is full"
+        self.adapters[slot] = adapter_weights(adapter)
+
+    def unload_adapter(self, slot: int) -> None:
+        self.checker.slot_emptied(slot)
+        del self.adapters[slot]
+
+    def _weights_of(self, state: _Row) -> int:
+        return self.weights ^ (self.adapters[state.adapter] if state.adapter else 0)
 
     def issue(self, step: SchedulerOutput) -> None:
         self.steps.append(step)
@@ -407,7 +440,7 @@ class PagedFakeWorker:
         return cells
 
     def _write(self, state: _Row, start: int, end: int, failing: bool) -> None:
-        before = int(self._cells(state, start)[-1]) if start else self.weights
+        before = int(self._cells(state, start)[-1]) if start else self._weights_of(state)
         cells = fill_cells(state.token_ids[start:end], before)
         for position, cell in zip(range(start, end), cells, strict=True):
             block = state.table[position // self.block_size]
@@ -415,7 +448,7 @@ class PagedFakeWorker:
 
     def _read(self, row: int, state: _Row, end: int) -> npt.NDArray[np.uint64]:
         cells = self._cells(state, end)
-        truth = np.array(fill_cells(state.token_ids[:end], self.weights), np.uint64)
+        truth = np.array(fill_cells(state.token_ids[:end], self._weights_of(state)), np.uint64)
         if (wrong := np.flatnonzero(cells != truth)).size:
             poisoned = " (poison)" if cells[wrong[0]] == POISON else ""
             self.false_reads.append(f"step {self._step.step_id}: row {row} at {wrong[0]} of {end}{poisoned}")

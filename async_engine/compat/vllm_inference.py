@@ -110,6 +110,7 @@ class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
             kv_block_size=core.block_size,
             total_kv_blocks=core.kv_capacity_tokens // core.block_size,
             max_running_requests=core.max_num_seqs,
+            max_loras=core.max_adapters,
         )
 
     async def GetModelInfo(self, request: control.GetModelInfoRequest, context: Any) -> control.ModelInfo:
@@ -120,6 +121,7 @@ class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
             served_model_aliases=model.names[1:],
             supports_text_input=True,
             supports_token_ids_input=True,
+            supports_lora=self._llm.ready.max_adapters > 0,
         )
 
     async def Abort(self, request: control.AbortRequest, context: Any) -> control.AbortResponse:
@@ -127,7 +129,15 @@ class ControlServicer(vllm_control_pb2_grpc.ControlServicer):
         return control.AbortResponse()
 
     async def ListLoras(self, request: control.ListLorasRequest, context: Any) -> control.ListLorasResponse:
-        return control.ListLorasResponse()
+        found = map(self._llm.cores.adapters.find, self._llm.cores.adapters.names)
+        return control.ListLorasResponse(
+            adapters=[
+                # A number that is positive, and the same where the content is.
+                control.LoraAdapter(lora_id=int(adapter.digest[:15], 16) + 1, lora_name=adapter.name)
+                for adapter in found
+                if adapter is not None
+            ]
+        )
 
     async def GetKvEventSources(
         self, request: control.GetKvEventSourcesRequest, context: Any
@@ -158,7 +168,7 @@ def to_request(
     """The request a message describes; `deadline` in seconds from now, `max_model_len` in tokens.
 
     Raises InvalidRequestError, UnsupportedFeatureError for what is not offered."""
-    refuse(request, "media", "lora_name")
+    refuse(request, "media")
     refuse(request.kv, "kv_transfer_params", "ec_transfer_params")
     match request.WhichOneof("prompt"):
         case "text":
@@ -174,6 +184,7 @@ def to_request(
         params=_params(request),
         model=model,
         wants_text=response.output_text if response.HasField("output_text") else True,
+        adapter=request.lora_name,
         priority=request.priority,
         cache_salt=request.kv.cache_salt,
         bypass_cache=request.kv.bypass_prefix_cache,

@@ -106,15 +106,17 @@ def hit_rate(llm: AsyncLLM) -> float:
 def _chains(changes: KVChanges, block_size: int) -> Iterator[common.KvBlocksStored]:
     """Stored blocks, those together that follow one another."""
     stored, last = common.KvBlocksStored(), None
-    for block_hash, parent, salt, token_ids in stored_blocks(changes) if changes.stored else ():
-        if parent is None or parent != last:
+    for block in stored_blocks(changes) if changes.stored else ():
+        if block.parent is None or block.parent != last:
             if stored.blocks:
                 yield stored
             stored = common.KvBlocksStored(
-                parent_block_hash=None if parent is None else _signed(parent), cache_salt=salt or None
+                parent_block_hash=None if block.parent is None else _signed(block.parent),
+                cache_salt=block.salt or None,
+                lora_name=block.adapter or None,
             )
-        stored.blocks.add(block_hash=_signed(block_hash), token_ids=token_ids, block_size=block_size)
-        last = block_hash
+        stored.blocks.add(block_hash=_signed(block.block_hash), token_ids=block.token_ids, block_size=block_size)
+        last = block.block_hash
     if stored.blocks:
         yield stored
 

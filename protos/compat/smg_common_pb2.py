@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63ompat/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"b\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\x12\'\n\x1fload_records_before_first_batch\x18\x02 \x01(\x08\"\xb6\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12)\n\x04load\x18\x08 \x01(\x0b\x32\x1b.smg.grpc.common.EngineLoadB\n\n\x08_dp_rank\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"\x98\x01\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0c \x01(\tH\x01\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\r\n\x0b_cache_salt\"D\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\"\'\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\"\x10\n\x0eKvCacheCleared\"\x82\x03\n\nEngineLoad\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x13\n\x0btoken_usage\x18\x04 \x01(\x01\x12\x16\n\x0egen_throughput\x18\x05 \x01(\x01\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x0e\n\x06sample\x18\x08 \x01(\x04\x12\x11\n\tload_only\x18\t \x01(\x08\x12\x1b\n\x0e\x63\x61\x63he_hit_rate\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fnum_used_tokens\x18\x0b \x01(\x05H\x01\x88\x01\x01\x12!\n\x14max_total_num_tokens\x18\x0c \x01(\x05H\x02\x88\x01\x01\x12\x1e\n\x11\x65ngine_silence_ms\x18\x13 \x01(\rH\x03\x88\x01\x01\x42\x11\n\x0f_cache_hit_rateB\x12\n\x10_num_used_tokensB\x17\n\x15_max_total_num_tokensB\x14\n\x12_engine_silence_ms\"\x8f\x02\n\x13StartProfileRequest\x12\x17\n\noutput_dir\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nstart_step\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\tnum_steps\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\nactivities\x18\x04 \x03(\t\x12\x17\n\nwith_stack\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x1a\n\rrecord_shapes\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x18\n\x10profile_by_stage\x18\x07 \x01(\x08\x42\r\n\x0b_output_dirB\r\n\x0b_start_stepB\x0c\n\n_num_stepsB\r\n\x0b_with_stackB\x10\n\x0e_record_shapes\"\x14\n\x12StopProfileRequest\"3\n\x0fProfileResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63ompat/smg_common.proto\x12\x0fsmg.grpc.common\"\x15\n\x13GetTokenizerRequest\"1\n\x11GetTokenizerChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0e\n\x06sha256\x18\x02 \x01(\t\"b\n\x18SubscribeKvEventsRequest\x12\x1d\n\x15start_sequence_number\x18\x01 \x01(\x04\x12\'\n\x1fload_records_before_first_batch\x18\x02 \x01(\x08\"\xb6\x01\n\x0cKvEventBatch\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x11\n\ttimestamp\x18\x02 \x01(\x01\x12-\n\x06\x65vents\x18\x03 \x03(\x0b\x32\x1d.smg.grpc.common.KvCacheEvent\x12\x14\n\x07\x64p_rank\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12)\n\x04load\x18\x08 \x01(\x0b\x32\x1b.smg.grpc.common.EngineLoadB\n\n\x08_dp_rank\"\xc4\x01\n\x0cKvCacheEvent\x12\x10\n\x08\x65vent_id\x18\x01 \x01(\x04\x12\x31\n\x06stored\x18\x02 \x01(\x0b\x32\x1f.smg.grpc.common.KvBlocksStoredH\x00\x12\x33\n\x07removed\x18\x03 \x01(\x0b\x32 .smg.grpc.common.KvBlocksRemovedH\x00\x12\x32\n\x07\x63leared\x18\x04 \x01(\x0b\x32\x1f.smg.grpc.common.KvCacheClearedH\x00\x42\x06\n\x04\x64\x61ta\"\xbe\x01\n\x0eKvBlocksStored\x12(\n\x06\x62locks\x18\x01 \x03(\x0b\x32\x18.smg.grpc.common.KvBlock\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\tlora_name\x18\x0b \x01(\tH\x01\x88\x01\x01\x12\x17\n\ncache_salt\x18\x0c \x01(\tH\x02\x88\x01\x01\x42\x14\n\x12_parent_block_hashB\x0c\n\n_lora_nameB\r\n\x0b_cache_salt\"D\n\x07KvBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x03\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\x05\"\'\n\x0fKvBlocksRemoved\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x03\"\x10\n\x0eKvCacheCleared\"\x82\x03\n\nEngineLoad\x12\x18\n\x10running_requests\x18\x01 \x01(\r\x12\x18\n\x10waiting_requests\x18\x02 \x01(\r\x12\x13\n\x0btoken_usage\x18\x04 \x01(\x01\x12\x16\n\x0egen_throughput\x18\x05 \x01(\x01\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x0e\n\x06sample\x18\x08 \x01(\x04\x12\x11\n\tload_only\x18\t \x01(\x08\x12\x1b\n\x0e\x63\x61\x63he_hit_rate\x18\n \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fnum_used_tokens\x18\x0b \x01(\x05H\x01\x88\x01\x01\x12!\n\x14max_total_num_tokens\x18\x0c \x01(\x05H\x02\x88\x01\x01\x12\x1e\n\x11\x65ngine_silence_ms\x18\x13 \x01(\rH\x03\x88\x01\x01\x42\x11\n\x0f_cache_hit_rateB\x12\n\x10_num_used_tokensB\x17\n\x15_max_total_num_tokensB\x14\n\x12_engine_silence_ms\"\x8f\x02\n\x13StartProfileRequest\x12\x17\n\noutput_dir\x18\x01 \x01(\tH\x00\x88\x01\x01\x12\x17\n\nstart_step\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\tnum_steps\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\nactivities\x18\x04 \x03(\t\x12\x17\n\nwith_stack\x18\x05 \x01(\x08H\x03\x88\x01\x01\x12\x1a\n\rrecord_shapes\x18\x06 \x01(\x08H\x04\x88\x01\x01\x12\x18\n\x10profile_by_stage\x18\x07 \x01(\x08\x42\r\n\x0b_output_dirB\r\n\x0b_start_stepB\x0c\n\n_num_stepsB\r\n\x0b_with_stackB\x10\n\x0e_record_shapes\"\x14\n\x12StopProfileRequest\"3\n\x0fProfileResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\t\"&\n\x11\x46lushCacheRequest\x12\x11\n\ttimeout_s\x18\x01 \x01(\x02\"6\n\x12\x46lushCacheResponse\x12\x0f\n\x07success\x18\x01 \x01(\x08\x12\x0f\n\x07message\x18\x02 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVCACHEEVENT']._serialized_start=404
   _globals['_KVCACHEEVENT']._serialized_end=600
   _globals['_KVBLOCKSSTORED']._serialized_start=603
-  _globals['_KVBLOCKSSTORED']._serialized_end=755
-  _globals['_KVBLOCK']._serialized_start=757
-  _globals['_KVBLOCK']._serialized_end=825
-  _globals['_KVBLOCKSREMOVED']._serialized_start=827
-  _globals['_KVBLOCKSREMOVED']._serialized_end=866
-  _globals['_KVCACHECLEARED']._serialized_start=868
-  _globals['_KVCACHECLEARED']._serialized_end=884
-  _globals['_ENGINELOAD']._serialized_start=887
-  _globals['_ENGINELOAD']._serialized_end=1273
-  _globals['_STARTPROFILEREQUEST']._serialized_start=1276
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1547
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1549
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1569
-  _globals['_PROFILERESPONSE']._serialized_start=1571
-  _globals['_PROFILERESPONSE']._serialized_end=1622
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=1624
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=1662
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=1664
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=1718
+  _globals['_KVBLOCKSSTORED']._serialized_end=793
+  _globals['_KVBLOCK']._serialized_start=795
+  _globals['_KVBLOCK']._serialized_end=863
+  _globals['_KVBLOCKSREMOVED']._serialized_start=865
+  _globals['_KVBLOCKSREMOVED']._serialized_end=904
+  _globals['_KVCACHECLEARED']._serialized_start=906
+  _globals['_KVCACHECLEARED']._serialized_end=922
+  _globals['_ENGINELOAD']._serialized_start=925
+  _globals['_ENGINELOAD']._serialized_end=1311
+  _globals['_STARTPROFILEREQUEST']._serialized_start=1314
+  _globals['_STARTPROFILEREQUEST']._serialized_end=1585
+  _globals['_STOPPROFILEREQUEST']._serialized_start=1587
+  _globals['_STOPPROFILEREQUEST']._serialized_end=1607
+  _globals['_PROFILERESPONSE']._serialized_start=1609
+  _globals['_PROFILERESPONSE']._serialized_end=1660
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=1662
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=1700
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=1702
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=1756
 # @@protoc_insertion_point(module_scope)

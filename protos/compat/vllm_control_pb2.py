@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63ompat/vllm_control.proto\x12\x04vllm\"\x16\n\x14GetServerInfoRequest\"\xfb\x01\n\nServerInfo\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12*\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x15.vllm.ParallelismInfo\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\rkv_block_size\x18\x06 \x01(\r\x12\x17\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\x04\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\x04\"\xe3\x01\n\x0fParallelismInfo\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x03 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x04 \x01(\r\x12$\n\x1c\x64\x65\x63ode_context_parallel_size\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\x04\x12 \n\x18\x64\x61ta_parallel_size_local\x18\x07 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\x95\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12\x1c\n\x14served_model_aliases\x18\x03 \x03(\t\x12\x1b\n\x13supports_text_input\x18\x14 \x01(\x08\x12 \n\x18supports_token_ids_input\x18\x15 \x01(\x08\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x12\n\x10ListLorasRequest\"\x13\n\x11ListLorasResponse\"\x1a\n\x18GetKvEventSourcesRequest\"\x1b\n\x19GetKvEventSourcesResponse\"\x11\n\x0fIsPausedRequest\"\"\n\x10IsPausedResponse\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x32\x85\x03\n\x07\x43ontrol\x12=\n\rGetServerInfo\x12\x1a.vllm.GetServerInfoRequest\x1a\x10.vllm.ServerInfo\x12:\n\x0cGetModelInfo\x12\x19.vllm.GetModelInfoRequest\x1a\x0f.vllm.ModelInfo\x12\x30\n\x05\x41\x62ort\x12\x12.vllm.AbortRequest\x1a\x13.vllm.AbortResponse\x12<\n\tListLoras\x12\x16.vllm.ListLorasRequest\x1a\x17.vllm.ListLorasResponse\x12T\n\x11GetKvEventSources\x12\x1e.vllm.GetKvEventSourcesRequest\x1a\x1f.vllm.GetKvEventSourcesResponse\x12\x39\n\x08IsPaused\x12\x15.vllm.IsPausedRequest\x1a\x16.vllm.IsPausedResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x63ompat/vllm_control.proto\x12\x04vllm\"\x16\n\x14GetServerInfoRequest\"\x8e\x02\n\nServerInfo\x12\x16\n\x0e\x65ngine_version\x18\x01 \x01(\t\x12\x13\n\x0b\x61pi_version\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12*\n\x0bparallelism\x18\x04 \x01(\x0b\x32\x15.vllm.ParallelismInfo\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\rkv_block_size\x18\x06 \x01(\r\x12\x17\n\x0ftotal_kv_blocks\x18\x07 \x01(\x04\x12\x1c\n\x14max_running_requests\x18\x08 \x01(\x04\x12\x1a\n\x12max_batched_tokens\x18\t \x01(\x04\x12\x11\n\tmax_loras\x18\n \x01(\r\"\xe3\x01\n\x0fParallelismInfo\x12\x1c\n\x14tensor_parallel_size\x18\x01 \x01(\r\x12\x1e\n\x16pipeline_parallel_size\x18\x02 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_size\x18\x03 \x01(\r\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x04 \x01(\r\x12$\n\x1c\x64\x65\x63ode_context_parallel_size\x18\x05 \x01(\r\x12\x12\n\nworld_size\x18\x06 \x01(\x04\x12 \n\x18\x64\x61ta_parallel_size_local\x18\x07 \x01(\r\"\x15\n\x13GetModelInfoRequest\"\xac\x01\n\tModelInfo\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11served_model_name\x18\x02 \x01(\t\x12\x1c\n\x14served_model_aliases\x18\x03 \x03(\t\x12\x1b\n\x13supports_text_input\x18\x14 \x01(\x08\x12 \n\x18supports_token_ids_input\x18\x15 \x01(\x08\x12\x15\n\rsupports_lora\x18\x16 \x01(\x08\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x0f\n\rAbortResponse\"\x12\n\x10ListLorasRequest\"F\n\x0bLoraAdapter\x12\x0f\n\x07lora_id\x18\x01 \x01(\x03\x12\x11\n\tlora_name\x18\x02 \x01(\t\x12\x13\n\x0bsource_path\x18\x03 \x01(\t\"8\n\x11ListLorasResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.vllm.LoraAdapter\"\x1a\n\x18GetKvEventSourcesRequest\"\x1b\n\x19GetKvEventSourcesResponse\"\x11\n\x0fIsPausedRequest\"\"\n\x10IsPausedResponse\x12\x0e\n\x06paused\x18\x01 \x01(\x08\x32\x85\x03\n\x07\x43ontrol\x12=\n\rGetServerInfo\x12\x1a.vllm.GetServerInfoRequest\x1a\x10.vllm.ServerInfo\x12:\n\x0cGetModelInfo\x12\x19.vllm.GetModelInfoRequest\x1a\x0f.vllm.ModelInfo\x12\x30\n\x05\x41\x62ort\x12\x12.vllm.AbortRequest\x1a\x13.vllm.AbortResponse\x12<\n\tListLoras\x12\x16.vllm.ListLorasRequest\x1a\x17.vllm.ListLorasResponse\x12T\n\x11GetKvEventSources\x12\x1e.vllm.GetKvEventSourcesRequest\x1a\x1f.vllm.GetKvEventSourcesResponse\x12\x39\n\x08IsPaused\x12\x15.vllm.IsPausedRequest\x1a\x16.vllm.IsPausedResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFOREQUEST']._serialized_start=35
   _globals['_GETSERVERINFOREQUEST']._serialized_end=57
   _globals['_SERVERINFO']._serialized_start=60
-  _globals['_SERVERINFO']._serialized_end=311
-  _globals['_PARALLELISMINFO']._serialized_start=314
-  _globals['_PARALLELISMINFO']._serialized_end=541
-  _globals['_GETMODELINFOREQUEST']._serialized_start=543
-  _globals['_GETMODELINFOREQUEST']._serialized_end=564
-  _globals['_MODELINFO']._serialized_start=567
-  _globals['_MODELINFO']._serialized_end=716
-  _globals['_ABORTREQUEST']._serialized_start=718
-  _globals['_ABORTREQUEST']._serialized_end=753
-  _globals['_ABORTRESPONSE']._serialized_start=755
-  _globals['_ABORTRESPONSE']._serialized_end=770
-  _globals['_LISTLORASREQUEST']._serialized_start=772
-  _globals['_LISTLORASREQUEST']._serialized_end=790
-  _globals['_LISTLORASRESPONSE']._serialized_start=792
-  _globals['_LISTLORASRESPONSE']._serialized_end=811
-  _globals['_GETKVEVENTSOURCESREQUEST']._serialized_start=813
-  _globals['_GETKVEVENTSOURCESREQUEST']._serialized_end=839
-  _globals['_GETKVEVENTSOURCESRESPONSE']._serialized_start=841
-  _globals['_GETKVEVENTSOURCESRESPONSE']._serialized_end=868
-  _globals['_ISPAUSEDREQUEST']._serialized_start=870
-  _globals['_ISPAUSEDREQUEST']._serialized_end=887
-  _globals['_ISPAUSEDRESPONSE']._serialized_start=889
-  _globals['_ISPAUSEDRESPONSE']._serialized_end=923
-  _globals['_CONTROL']._serialized_start=926
-  _globals['_CONTROL']._serialized_end=1315
+  _globals['_SERVERINFO']._serialized_end=330
+  _globals['_PARALLELISMINFO']._serialized_start=333
+  _globals['_PARALLELISMINFO']._serialized_end=560
+  _globals['_GETMODELINFOREQUEST']._serialized_start=562
+  _globals['_GETMODELINFOREQUEST']._serialized_end=583
+  _globals['_MODELINFO']._serialized_start=586
+  _globals['_MODELINFO']._serialized_end=758
+  _globals['_ABORTREQUEST']._serialized_start=760
+  _globals['_ABORTREQUEST']._serialized_end=795
+  _globals['_ABORTRESPONSE']._serialized_start=797
+  _globals['_ABORTRESPONSE']._serialized_end=812
+  _globals['_LISTLORASREQUEST']._serialized_start=814
+  _globals['_LISTLORASREQUEST']._serialized_end=832
+  _globals['_LORAADAPTER']._serialized_start=834
+  _globals['_LORAADAPTER']._serialized_end=904
+  _globals['_LISTLORASRESPONSE']._serialized_start=906
+  _globals['_LISTLORASRESPONSE']._serialized_end=962
+  _globals['_GETKVEVENTSOURCESREQUEST']._serialized_start=964
+  _globals['_GETKVEVENTSOURCESREQUEST']._serialized_end=990
+  _globals['_GETKVEVENTSOURCESRESPONSE']._serialized_start=992
+  _globals['_GETKVEVENTSOURCESRESPONSE']._serialized_end=1019
+  _globals['_ISPAUSEDREQUEST']._serialized_start=1021
+  _globals['_ISPAUSEDREQUEST']._serialized_end=1038
+  _globals['_ISPAUSEDRESPONSE']._serialized_start=1040
+  _globals['_ISPAUSEDRESPONSE']._serialized_end=1074
+  _globals['_CONTROL']._serialized_start=1077
+  _globals['_CONTROL']._serialized_end=1466
 # @@protoc_insertion_point(module_scope)

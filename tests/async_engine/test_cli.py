@@ -80,22 +80,22 @@ def test_a_prompt_that_is_none_is_refused(prompt, stdin, problem, capsys, monkey
 def test_a_prompt_from_standard_input(monkeypatch, nothing_runs):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("é\n".encode()), "ascii"))
     assert cli.main(["generate", "-"]) == 0
-    ((*_, prompt, as_chat),) = nothing_runs
-    assert (prompt, as_chat) == ("é\n", False)
+    ((*_, prompt, as_chat, adapter),) = nothing_runs
+    assert (prompt, as_chat, adapter) == ("é\n", False, "")
 
 
 def test_flags_of_several_values_are_repeated_and_leave_the_prompt_alone(nothing_runs):
-    line = ["generate", "--stop", "7", "--stop", "x y", "--stop-token-ids", "3", "1, 2, 3,", "--chat"]
+    line = ["generate", "--stop", "7", "--stop", "x y", "--stop-token-ids", "3", "1, 2, 3,", "--chat", "--adapter", "a"]
     assert cli.main(line) == 0
-    ((_, params, prompt, as_chat),) = nothing_runs
+    ((_, params, prompt, as_chat, adapter),) = nothing_runs
     assert params == SamplingParams(stop=("7", "x y"), stop_token_ids=(3,))
-    assert (prompt, as_chat) == ("1, 2, 3,", True)
+    assert (prompt, as_chat, adapter) == ("1, 2, 3,", True, "a")
 
 
 def test_no_flag_is_the_default(nothing_runs):
     assert cli.main(["chat"]) == 0
-    ((_, params, system),) = nothing_runs
-    assert (params, system) == (SamplingParams(), "")
+    ((_, params, system, adapter),) = nothing_runs
+    assert (params, system, adapter) == (SamplingParams(), "", "")
 
 
 def help_of(line, capsys):

@@ -66,6 +66,7 @@ def test_scheduling_options_reach_the_core_with_what_is_left_of_their_time():
         prompt="hi",
         params=SamplingParams(time_limit=5.0),
         priority=-2,
+        adapter="a",
         cache_salt="s",
         bypass_cache=True,
         deadline=9.0,
@@ -75,6 +76,7 @@ def test_scheduling_options_reach_the_core_with_what_is_left_of_their_time():
     accepted = asyncio.run(InputProcessor(MODEL, MAX_MODEL_LEN).accept(request, state))
     message = core_request(state, accepted, MODEL, MAX_MODEL_LEN, elapsed=1.0)
     assert (message.priority, message.cache_salt, message.bypass_cache) == (-2, "s", True)
+    assert message.adapter == "a"
     assert (message.deadline, message.queue_timeout, message.time_limit) == (8.0, 6.0, 4.0)
 
 

@@ -94,6 +94,7 @@ def test_every_option_arrives():
                 tool_format="hermes",
                 reasoning_format="auto",
             ),
+            adapter="a",
             scheduling=pb.SchedulingOptions(
                 priority=-2, cache_salt="s", bypass_cache=True, queue_timeout=duration_pb2.Duration(seconds=7)
             ),
@@ -132,6 +133,7 @@ def test_every_option_arrives():
     )
     assert (request.tool_format, request.reasoning_format) == ("hermes", "auto")
     assert (request.model, request.resume_token_ids, request.resume_text_bytes) == ("m", [1, 2], 3)
+    assert request.adapter == "a"
     assert (request.priority, request.cache_salt, request.bypass_cache) == (-2, "s", True)
     assert (request.deadline, request.queue_timeout, request.wants_text) == (9.0, 7.0, False)
 

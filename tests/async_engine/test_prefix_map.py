@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from async_engine.prefix_map import PrefixMap, prefix_hashes
+from core_proc.adapters import HeldAdapter
+from core_proc.block_hash import request_root
 from core_proc.request import make_request
+from protos.adapter_files import Adapter
 from protos.kv_changes import KVChanges
 from protos.messages import EngineCoreRequest, Sampling
 
@@ -19,17 +22,21 @@ def changes(stored=(), removed=()):
     return KVChanges(packed(stored), packed(removed))
 
 
-def test_hashes_are_the_cores_own():
+@pytest.mark.parametrize("digest", ["", "5a" * 16])
+def test_hashes_are_the_cores_own(digest):
     token_ids = np.arange(50, dtype=np.int32)
     message = EngineCoreRequest(1, token_ids.astype("<i4").tobytes(), Sampling(), 8, cache_salt="tenant")
-    own = make_request(message, 0, 16, 512, 0.0).block_hashes
-    assert prefix_hashes(token_ids, 16, "tenant") == [int.from_bytes(each[:8], "little") for each in own]
-    assert prefix_hashes(token_ids, 16, "tenant") != prefix_hashes(token_ids, 16, "other")
+    adapter = HeldAdapter(Adapter("a", "/", digest, 8, 1), 1) if digest else None
+    own = make_request(message, 0, 16, 512, 0.0, adapter).block_hashes
+    found = prefix_hashes(token_ids, 16, request_root("tenant", digest))
+    assert found == [int.from_bytes(each[:8], "little") for each in own]
+    assert found != prefix_hashes(token_ids, 16, request_root("other", digest))
+    assert found != prefix_hashes(token_ids, 16, request_root("tenant", "a5" * 16))
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
 def test_the_block_of_the_last_token_is_not_looked_for(length, blocks):
-    assert len(prefix_hashes(np.zeros(length, np.int32), 16, "")) == blocks
+    assert len(prefix_hashes(np.zeros(length, np.int32), 16, b"")) == blocks
 
 
 def test_a_prompt_is_held_as_far_as_its_first_blocks_are():

@@ -25,6 +25,7 @@ from async_engine.output_processor import OutputProcessor
 from async_engine.prefix_map import prefix_hashes
 from async_engine.request_state import Rendering, RequestState
 from async_engine.tokenizer import byte_tokenizer
+from core_proc.block_hash import request_root
 from protos import codec
 from protos.errors import OverloadedError
 from protos.kv_changes import ROUTER_WATCH, WatchKV
@@ -264,7 +265,8 @@ class Fleet:
         self.watch.add("enter", began)
         if self.router is not None:
             began = time.perf_counter()
-            state.prefix_hashes = prefix_hashes(prompt, self.group.ready.block_size, "")
+            block_size, root = self.group.ready.block_size, request_root("", "")
+            state.prefix_hashes = prefix_hashes(prompt, block_size, root)
             self.watch.add("hash", began)
         began = time.perf_counter()
         state.message = message

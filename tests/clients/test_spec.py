@@ -10,6 +10,7 @@ from tailrace_client.spec import PATHS, Options, make_spec
 VALUES = {
     "request_id": "mine",
     "model": "m",
+    "adapter": "a",
     "resume_from": [1, 2],
     "logit_bias": {5: -1.5},
     "allowed_token_ids": [1],

@@ -9,13 +9,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from core_proc.adapters import AdapterTable
 from core_proc.kv_cache import KVCache
 from core_proc.request import Request, State, make_request
 from core_proc.scheduler import Scheduler, StepInFlight
 from core_proc.shares import StepShares
 from protos.config import SchedulerOptions
 from protos.messages import Admitted, EngineCoreRequest, Finished, FinishReason, GrammarSpec, Sampling, Sibling
-from tests.fakes import EOS, VOCAB_SIZE, InjectedError, PagedFakeWorker, Reference, logprob
+from tests.fakes import (
+    EOS,
+    VOCAB_SIZE,
+    InjectedError,
+    PagedFakeWorker,
+    Reference,
+    adapter_weights,
+    logprob,
+    make_adapter,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,6 +149,7 @@ class Harness:
         shares = StepShares(depth) if pipeline else None
         self.scheduler = Scheduler(options, self.kv_cache, max_model_len, (EOS,), VOCAB_SIZE, self.clock, shares)
         self.table = self.scheduler.table
+        self.adapters = AdapterTable(2)
         self.in_flight: deque[StepInFlight] = deque()
         self.masks: deque[GrammarMask | None] = deque()
         self.live: dict[tuple[int, int], Stream] = {}
@@ -185,8 +196,10 @@ class Harness:
             self.worker.forced[message.sampling.seed] = forced
         if poison is not None:
             self.worker.poison_seeds[message.sampling.seed] = poison
+        held = self.adapters.get(message.adapter)
+        assert (held is None) == (not message.adapter), f"no adapter {message.adapter}"
         request = make_request(
-            message, client, self.kv_cache.block_size, self.scheduler.max_model_len, now=self.clock.now
+            message, client, self.kv_cache.block_size, self.scheduler.max_model_len, self.clock.now, held
         )
         stream, *siblings = [
             Stream(
@@ -201,6 +214,7 @@ class Harness:
                     self.worker.forced.get(each.params.sampling.seed),
                     self.worker.weights,
                     None if grammar is None else grammar.copy(),
+                    0 if held is None else adapter_weights(held.adapter),
                 ),
                 request=each,
                 token_ids=list(output),
@@ -220,6 +234,16 @@ class Harness:
         for stream in streams:
             self.scheduler.abort(stream.client, [stream.handle])
         self.check()
+
+    def load_adapter(self, name: str, weights: int) -> bool:
+        return self.adapters.load(make_adapter(name, weights), self.worker.load_adapter)
+
+    def close_adapter(self, name: str) -> list[str]:
+        """Its name comes into the list when it is gone."""
+        gone: list[str] = []
+        assert self.adapters.close(name, lambda: gone.append(name))
+        self.check()
+        return gone
 
     # What the engine does ---------------------------------------------------------------------
 
@@ -301,6 +325,10 @@ class Harness:
         for client, outputs in self.scheduler.events.take().items():
             self._collect(client, outputs)
         self.table.audit()
+        for held in self.adapters.take_out(self.kv_cache.last_returned_step):
+            self.worker.unload_adapter(held.slot)
+            for on_gone in held.on_gone:
+                on_gone()
         assert not self.worker.checker.violations, self.worker.checker.violations
         # Steps in flight may read what a failed step left out, or other weights wrote; their tokens must not arrive.
         assert self._may_read_false or not self.worker.false_reads, self.worker.false_reads

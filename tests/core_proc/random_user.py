@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from core_proc.request import State
-from protos.errors import InvalidRequestError
+from protos.errors import AdapterExistsError, AdapterLeavingError, InvalidRequestError
 from protos.messages import Repetition
 from tests.core_proc.harness import Harness
 from tests.fakes import EOS, VOCAB_SIZE, ScriptedMatcher
@@ -38,6 +38,8 @@ class RandomUser:
         "_resume": 3,
         "_reset": 0.5,
         "_new_weights": 0.5,
+        "_load_adapter": 1,
+        "_close_adapter": 1,
     }
 
     def __init__(
@@ -58,6 +60,8 @@ class RandomUser:
         self.streams: list[Stream] = []
         self.guilty: list[Stream] = []
         """Those that make steps fail, and those that wait for them."""
+        self._adapters: set[str] = set()
+        """Loaded, and not closed."""
         self._failures = failures
         self._poison = poison
         self._compiling: list[tuple[Stream, ScriptedMatcher]] = []
@@ -113,6 +117,7 @@ class RandomUser:
             priority=rng.choice([0, 0, 0, 1, -1]),
             cache_salt=rng.choice(["", "", "tenant"]),
             bypass_cache=rng.random() < 0.1,
+            adapter=rng.choice(["", "", *sorted(self._adapters)]),
             **timers,
         )
         self.streams += [stream, *stream.siblings]
@@ -170,6 +175,18 @@ class RandomUser:
 
     def _reset(self) -> None:
         self.harness.reset()
+
+    def _load_adapter(self) -> None:
+        name = self._random.choice("ab")
+        with suppress(AdapterExistsError, AdapterLeavingError):
+            self.harness.load_adapter(name, self._random.randrange(1, 4))
+            self._adapters.add(name)
+
+    def _close_adapter(self) -> None:
+        if self._adapters:
+            name = self._random.choice(sorted(self._adapters))
+            self._adapters.remove(name)
+            self.harness.close_adapter(name)
 
     def _new_weights(self) -> None:
         self.harness.reset(weights=self._random.randrange(1 << 30))

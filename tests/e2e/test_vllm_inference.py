@@ -8,6 +8,7 @@ from async_engine.compat.vllm_inference import to_request
 from protos.compat import vllm_control_pb2 as control
 from protos.compat import vllm_control_pb2_grpc, vllm_inference_pb2_grpc
 from protos.compat import vllm_inference_pb2 as pb
+from tests.adapter_files import save_adapter
 from tests.e2e.serving import run, serving, until
 
 ENDLESS = 30_000
@@ -175,7 +176,7 @@ def test_a_deadline_reaches_the_core_and_frees_the_request():
         (request(token_ids=pb.TokenIds(ids=[999_999])), "INVALID_ARGUMENT", "outside the vocabulary"),
         (pb.GenerateRequest(), "INVALID_ARGUMENT", "one of text and token_ids"),
         (request(session_id="x" * 300), "INVALID_ARGUMENT", "session_id"),
-        (request(lora_name="a"), "UNIMPLEMENTED", "lora_name"),
+        (request(lora_name="a"), "NOT_FOUND", "no adapter 'a'"),
         (request(media=[pb.MediaItem()]), "UNIMPLEMENTED", "media"),
         (request(kv=pb.KVCacheParameters(kv_transfer_params={})), "UNIMPLEMENTED", "kv_transfer_params"),
     ],
@@ -205,12 +206,32 @@ def test_the_server_and_its_model():
             await stub.IsPaused(control.IsPausedRequest()),
         )
 
-    server, model, *_ = served(test, num_kv_blocks=100, max_num_seqs=7)
+    server, model, _, loras, _ = served(test, num_kv_blocks=100, max_num_seqs=7, max_adapters=3)
     assert (server.api_version, server.kv_block_size, server.total_kv_blocks) == ("vllm", 16, 99)
     assert (server.max_running_requests, server.parallelism.data_parallel_size_local) == (7, 1)
     assert server.instance_id
     assert (model.model_id, model.served_model_name) == ("null", "null")
     assert model.supports_token_ids_input
+    assert (server.max_loras, model.supports_lora, len(loras.adapters)) == (3, True, 0)
+
+
+def test_loras_are_the_adapters(tmp_path):
+    for seed, name in enumerate("ab"):
+        save_adapter(tmp_path / name, {"model.layers.0.self_attn.q_proj": (8, 8)}, seed=seed)
+
+    async def test(llm, stub, control_stub):
+        for name in "ba":
+            await llm.load_adapter(name, str(tmp_path / name))
+        asked = [request(), request(lora_name="a"), request(model="a"), request(lora_name="b")]
+        texts = [(await stub.Generate(each)).outputs.text for each in asked]
+        return texts, (await control_stub.ListLoras(control.ListLorasRequest())).adapters
+
+    texts, (first, second) = served(test)
+    assert texts[1] == texts[2]
+    assert len(set(texts)) == 3
+    assert (first.lora_name, second.lora_name) == ("a", "b")
+    assert 0 < first.lora_id != second.lora_id > 0
+    assert not first.source_path
 
 
 def test_the_path_that_is_told_for_the_models_id_names_the_model():

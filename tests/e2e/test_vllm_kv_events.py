@@ -10,7 +10,9 @@ from protos.compat import smg_common_pb2 as common
 from protos.compat import vllm_engine_pb2_grpc
 from protos.tailrace.v1 import admin_pb2 as admin
 from protos.tailrace.v1 import admin_pb2_grpc
-from tests.e2e.serving import open_channel, run, serving, until
+from protos.tailrace.v1.generation_pb2 import GenerateRequest
+from tests.adapter_files import save_adapter
+from tests.e2e.serving import open_channel, run, serving, stream_request, until
 from tests.e2e.test_generation import assert_works, failure
 from tests.e2e.test_kv_events import FIRST, say
 
@@ -75,6 +77,23 @@ def test_all_that_the_cache_holds_then_what_comes_and_goes(monkeypatch):
     assert not first.HasField("dp_rank")
     event_ids = [event.event_id for batch in (first, second, third) for event in batch.events]
     assert event_ids == [1, 2, 3, 4]
+
+
+def test_blocks_are_told_with_their_adapter(tmp_path):
+    save_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (8, 8)})
+
+    async def main():
+        async with told(adapters=f"a={tmp_path / 'a'}") as (_, stub, gateway, _):
+            await stub.Generate(GenerateRequest(spec=stream_request(FIRST, 1, adapter="a").spec))
+            await say(stub, FIRST)
+            batches = aiter(gateway.SubscribeKvEvents(common.SubscribeKvEventsRequest()))
+            return await next_events(batches)
+
+    stored = [event.stored for event in run(main).events if event.HasField("stored")]
+    assert [(each.lora_name, each.HasField("lora_name"), len(each.blocks)) for each in stored] == [
+        ("a", True, 2),
+        ("", False, 2),
+    ]
 
 
 def test_sequences_apart_are_stored_apart_and_each_core_has_its_rank():

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import codec
+from protos.adapter_files import Adapter
 from protos.codec import MAX_FRAME_BYTES, FrameDecoder, FrameError, encode_frame
 from protos.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from protos.kv_changes import CachedBlocks, KVChanges, KVDetail, MoreKV, UnwatchKV, WatchKV
 from protos.messages import (
     Abort,
+    Adapters,
     Admitted,
     Control,
     ControlOp,
@@ -32,6 +34,7 @@ from protos.messages import (
     GrammarKind,
     GrammarSpec,
     Hello,
+    LoadAdapter,
     LoadProgress,
     LogprobColumns,
     Ping,
@@ -43,6 +46,7 @@ from protos.messages import (
     Sibling,
     ToCore,
     ToFrontEnd,
+    UnloadAdapter,
     Vocabulary,
 )
 
@@ -108,11 +112,14 @@ stats = st.tuples(
     *[floats if name in ("kv_usage", "queue_seconds") else ints for name in CoreStats.__struct_fields__]
 ).map(lambda values: CoreStats(*values))
 
-cached_blocks = st.builds(CachedBlocks, data, st.lists(text, max_size=3), data)
+cached_blocks = st.builds(CachedBlocks, data, st.lists(text, max_size=3), data, st.lists(text, max_size=3))
 kv_changes = st.builds(KVChanges, data, data, st.booleans(), ints, st.none() | cached_blocks, st.booleans())
 
+adapter = st.builds(Adapter, text, text, text, sizes, sizes)
+adapters = st.builds(Adapters, st.lists(adapter, max_size=3), st.lists(text, max_size=3))
+
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    Hello: st.builds(Hello, configs, ids.map(tuple)),
+    Hello: st.builds(Hello, configs, ids.map(tuple), data, text, adapters),
     EngineCoreRequest: st.builds(
         EngineCoreRequest,
         handle=ints,
@@ -129,17 +136,21 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         siblings=st.lists(st.builds(Sibling, ints, sizes), max_size=3),
         repetition=st.none() | st.builds(Repetition, ints, ints, ints),
         grammar=st.none() | grammars,
+        adapter=text,
     ),
     Vocabulary: st.builds(Vocabulary, st.lists(data, max_size=5), ids.map(tuple), ids.map(tuple)),
     Abort: st.builds(Abort, ids),
     Control: st.builds(Control, ints, st.sampled_from(get_args(ControlOp)), ints),
+    LoadAdapter: st.builds(LoadAdapter, ints, adapter),
+    UnloadAdapter: st.builds(UnloadAdapter, ints, text),
+    Adapters: adapters,
     WatchKV: st.builds(WatchKV, ints, st.sampled_from(get_args(KVDetail)), st.booleans(), st.booleans()),
     MoreKV: st.builds(MoreKV, ints),
     UnwatchKV: st.builds(UnwatchKV, ints),
     Ping: st.just(Ping()),
     Shutdown: st.just(Shutdown()),
     LoadProgress: st.builds(LoadProgress, ints, ints),
-    CoreReady: st.builds(CoreReady, sizes, sizes, sizes, sizes, text, text, sizes, sizes),
+    CoreReady: st.builds(CoreReady, sizes, sizes, sizes, sizes, text, text, sizes, sizes, sizes, sizes),
     CoreFailed: st.builds(CoreFailed, text, st.booleans()),
     EngineCoreOutputs: st.builds(
         EngineCoreOutputs,
@@ -152,7 +163,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         prompt_logprobs=st.lists(st.builds(PromptLogprobs, ints, ints, logprob_columns), max_size=3),
         kv_changes=st.lists(kv_changes, max_size=3),
     ),
-    ControlReply: st.builds(ControlReply, ints, st.lists(ints, max_size=4)),
+    ControlReply: st.builds(
+        ControlReply, ints, st.lists(ints, max_size=4), st.dictionaries(text, data, max_size=3), text, text
+    ),
     Pong: st.just(Pong()),
 }
 DOWN, UP = get_args(ToCore), get_args(ToFrontEnd)

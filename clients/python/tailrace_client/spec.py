@@ -36,6 +36,8 @@ class Options(ChatOptions, total=False):
     resume_text_bytes: int | None
     truncate_prompt_tokens: int | None
     """Of a longer prompt only so many tokens are kept, the last ones."""
+    adapter: str | None
+    """Name of a loaded adapter to compute the request with; `list_models` tells which there are."""
 
     temperature: float | None
     """0 is greedy."""
@@ -118,6 +120,7 @@ PATHS: dict[str, tuple[str, ...]] = {
             "resume_from",
             "resume_text_bytes",
             "truncate_prompt_tokens",
+            "adapter",
         )
     },
     **{name: (part, name) for part, names in _PARTS.items() for name in names.split()},

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tailrace/v1/admin.proto\x12\x0btailrace.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetStatusRequest\"\xab\x06\n\x11GetStatusResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.tailrace.v1.EngineState\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlive_requests\x18\x05 \x01(\r\x12\x19\n\x11running_sequences\x18\x06 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x07 \x01(\r\x12-\n\nqueue_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08kv_usage\x18\t \x01(\x01\x12\x1a\n\x12kv_capacity_tokens\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x15\n\routput_tokens\x18\x0c \x01(\x04\x12\x16\n\x0eprefix_queries\x18\r \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x0e \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x04\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x15\n\rcore_restarts\x18\x11 \x01(\r\x12/\n\x0c\x63ore_silence\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12O\n\x11\x66inished_requests\x18\x13 \x03(\x0b\x32\x34.tailrace.v1.GetStatusResponse.FinishedRequestsEntry\x12<\n\x13time_to_first_token\x18\x14 \x01(\x0b\x32\x1f.tailrace.v1.LatencyPercentiles\x12\x34\n\x0binter_token\x18\x15 \x01(\x0b\x32\x1f.tailrace.v1.LatencyPercentiles\x12\x33\n\nend_to_end\x18\x16 \x01(\x0b\x32\x1f.tailrace.v1.LatencyPercentiles\x1a\x37\n\x15\x46inishedRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8c\x01\n\x12LatencyPercentiles\x12&\n\x03p50\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03p90\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03p99\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\"S\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.tailrace.v1.LiveRequest\x12\x0f\n\x07omitted\x18\x02 \x01(\r\"\xc4\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x02 \x01(\t\x12(\n\x05phase\x18\x03 \x01(\x0e\x32\x19.tailrace.v1.RequestPhase\x12&\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x11\n\tsequences\x18\x07 \x01(\r\"\x1e\n\x0cPauseRequest\x12\x0e\n\x06\x66reeze\x18\x01 \x01(\x08\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"2\n\x17ResetPrefixCacheRequest\x12\x17\n\x0frestart_running\x18\x01 \x01(\x08\"\x1a\n\x18ResetPrefixCacheResponse\";\n\x14WatchKvEventsRequest\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xd2\x01\n\x15WatchKvEventsResponse\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x01 \x01(\r\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\x12\x1c\n\x14removed_block_hashes\x18\x04 \x03(\x06\x12/\n\rstored_blocks\x18\x05 \x03(\x0b\x32\x18.tailrace.v1.CachedBlock\x12\x10\n\x08has_more\x18\x06 \x01(\x08\x12\x12\n\nblock_size\x18\x07 \x01(\r\"~\n\x0b\x43\x61\x63hedBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x06\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\rB\x14\n\x12_parent_block_hash\"=\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x0fProfileResponse\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.tailrace.v1.ProfileFile\"/\n\x0bProfileFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"=\n\x0c\x44rainRequest\x12-\n\ntime_limit\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\rDrainResponse\x12\x14\n\x0c\x63ut_requests\x18\x01 \x01(\r*\xc6\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x01\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x02\x12\x1b\n\x17\x45NGINE_STATE_RECOVERING\x10\x03\x12\x15\n\x11\x45NGINE_STATE_HUNG\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06*|\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_PHASE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_PHASE_PREFILL\x10\x02\x12\x18\n\x14REQUEST_PHASE_DECODE\x10\x03\x32\xf3\x04\n\x0c\x41\x64minService\x12J\n\tGetStatus\x12\x1d.tailrace.v1.GetStatusRequest\x1a\x1e.tailrace.v1.GetStatusResponse\x12S\n\x0cListRequests\x12 .tailrace.v1.ListRequestsRequest\x1a!.tailrace.v1.ListRequestsResponse\x12>\n\x05Pause\x12\x19.tailrace.v1.PauseRequest\x1a\x1a.tailrace.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.tailrace.v1.ResumeRequest\x1a\x1b.tailrace.v1.ResumeResponse\x12_\n\x10ResetPrefixCache\x12$.tailrace.v1.ResetPrefixCacheRequest\x1a%.tailrace.v1.ResetPrefixCacheResponse\x12X\n\rWatchKvEvents\x12!.tailrace.v1.WatchKvEventsRequest\x1a\".tailrace.v1.WatchKvEventsResponse0\x01\x12\x44\n\x07Profile\x12\x1b.tailrace.v1.ProfileRequest\x1a\x1c.tailrace.v1.ProfileResponse\x12>\n\x05\x44rain\x12\x19.tailrace.v1.DrainRequest\x1a\x1a.tailrace.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tailrace/v1/admin.proto\x12\x0btailrace.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetStatusRequest\"\xab\x06\n\x11GetStatusResponse\x12\'\n\x05state\x18\x01 \x01(\x0e\x32\x18.tailrace.v1.EngineState\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rlive_requests\x18\x05 \x01(\r\x12\x19\n\x11running_sequences\x18\x06 \x01(\r\x12\x19\n\x11waiting_sequences\x18\x07 \x01(\r\x12-\n\nqueue_wait\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08kv_usage\x18\t \x01(\x01\x12\x1a\n\x12kv_capacity_tokens\x18\n \x01(\x04\x12\x15\n\rprompt_tokens\x18\x0b \x01(\x04\x12\x15\n\routput_tokens\x18\x0c \x01(\x04\x12\x16\n\x0eprefix_queries\x18\r \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x0e \x01(\x04\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x04\x12\r\n\x05steps\x18\x10 \x01(\x04\x12\x15\n\rcore_restarts\x18\x11 \x01(\r\x12/\n\x0c\x63ore_silence\x18\x12 \x01(\x0b\x32\x19.google.protobuf.Duration\x12O\n\x11\x66inished_requests\x18\x13 \x03(\x0b\x32\x34.tailrace.v1.GetStatusResponse.FinishedRequestsEntry\x12<\n\x13time_to_first_token\x18\x14 \x01(\x0b\x32\x1f.tailrace.v1.LatencyPercentiles\x12\x34\n\x0binter_token\x18\x15 \x01(\x0b\x32\x1f.tailrace.v1.LatencyPercentiles\x12\x33\n\nend_to_end\x18\x16 \x01(\x0b\x32\x1f.tailrace.v1.LatencyPercentiles\x1a\x37\n\x15\x46inishedRequestsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x8c\x01\n\x12LatencyPercentiles\x12&\n\x03p50\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03p90\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03p99\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"(\n\x13ListRequestsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\r\"S\n\x14ListRequestsResponse\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.tailrace.v1.LiveRequest\x12\x0f\n\x07omitted\x18\x02 \x01(\r\"\xd5\x01\n\x0bLiveRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ller\x18\x02 \x01(\t\x12(\n\x05phase\x18\x03 \x01(\x0e\x32\x19.tailrace.v1.RequestPhase\x12&\n\x03\x61ge\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x15\n\routput_tokens\x18\x06 \x01(\r\x12\x11\n\tsequences\x18\x07 \x01(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x08 \x01(\t\"\x1e\n\x0cPauseRequest\x12\x0e\n\x06\x66reeze\x18\x01 \x01(\x08\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"2\n\x17ResetPrefixCacheRequest\x12\x17\n\x0frestart_running\x18\x01 \x01(\x08\"\x1a\n\x18ResetPrefixCacheResponse\";\n\x14WatchKvEventsRequest\x12\x10\n\x08snapshot\x18\x01 \x01(\x08\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\"\xd2\x01\n\x15WatchKvEventsResponse\x12\x1a\n\x12\x64\x61ta_parallel_rank\x18\x01 \x01(\r\x12\x17\n\x0fsequence_number\x18\x02 \x01(\x04\x12\x0f\n\x07\x63leared\x18\x03 \x01(\x08\x12\x1c\n\x14removed_block_hashes\x18\x04 \x03(\x06\x12/\n\rstored_blocks\x18\x05 \x03(\x0b\x32\x18.tailrace.v1.CachedBlock\x12\x10\n\x08has_more\x18\x06 \x01(\x08\x12\x12\n\nblock_size\x18\x07 \x01(\r\"\x8f\x01\n\x0b\x43\x61\x63hedBlock\x12\x12\n\nblock_hash\x18\x01 \x01(\x06\x12\x1e\n\x11parent_block_hash\x18\x02 \x01(\x06H\x00\x88\x01\x01\x12\x12\n\ncache_salt\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x05 \x01(\tB\x14\n\x12_parent_block_hash\"=\n\x0eProfileRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x0fProfileResponse\x12\'\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x18.tailrace.v1.ProfileFile\"/\n\x0bProfileFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\"<\n\x13LoadAdapterResponse\x12%\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x14.tailrace.v1.Adapter\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"T\n\x14ListAdaptersResponse\x12&\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x14.tailrace.v1.Adapter\x12\x14\n\x0cmax_adapters\x18\x02 \x01(\r\"j\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x12\n\nsize_bytes\x18\x05 \x01(\x04\x12\x11\n\tunloading\x18\x06 \x01(\x08\"=\n\x0c\x44rainRequest\x12-\n\ntime_limit\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"%\n\rDrainResponse\x12\x14\n\x0c\x63ut_requests\x18\x01 \x01(\r*\xc6\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_STATE_SERVING\x10\x01\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x02\x12\x1b\n\x17\x45NGINE_STATE_RECOVERING\x10\x03\x12\x15\n\x11\x45NGINE_STATE_HUNG\x10\x04\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x05\x12\x17\n\x13\x45NGINE_STATE_FAILED\x10\x06*|\n\x0cRequestPhase\x12\x1d\n\x19REQUEST_PHASE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_PHASE_QUEUED\x10\x01\x12\x19\n\x15REQUEST_PHASE_PREFILL\x10\x02\x12\x18\n\x14REQUEST_PHASE_DECODE\x10\x03\x32\xf2\x06\n\x0c\x41\x64minService\x12J\n\tGetStatus\x12\x1d.tailrace.v1.GetStatusRequest\x1a\x1e.tailrace.v1.GetStatusResponse\x12S\n\x0cListRequests\x12 .tailrace.v1.ListRequestsRequest\x1a!.tailrace.v1.ListRequestsResponse\x12>\n\x05Pause\x12\x19.tailrace.v1.PauseRequest\x1a\x1a.tailrace.v1.PauseResponse\x12\x41\n\x06Resume\x12\x1a.tailrace.v1.ResumeRequest\x1a\x1b.tailrace.v1.ResumeResponse\x12_\n\x10ResetPrefixCache\x12$.tailrace.v1.ResetPrefixCacheRequest\x1a%.tailrace.v1.ResetPrefixCacheResponse\x12X\n\rWatchKvEvents\x12!.tailrace.v1.WatchKvEventsRequest\x1a\".tailrace.v1.WatchKvEventsResponse0\x01\x12\x44\n\x07Profile\x12\x1b.tailrace.v1.ProfileRequest\x1a\x1c.tailrace.v1.ProfileResponse\x12P\n\x0bLoadAdapter\x12\x1f.tailrace.v1.LoadAdapterRequest\x1a .tailrace.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.tailrace.v1.UnloadAdapterRequest\x1a\".tailrace.v1.UnloadAdapterResponse\x12S\n\x0cListAdapters\x12 .tailrace.v1.ListAdaptersRequest\x1a!.tailrace.v1.ListAdaptersResponse\x12>\n\x05\x44rain\x12\x19.tailrace.v1.DrainRequest\x1a\x1a.tailrace.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,10 +34,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETSTATUSRESPONSE_FINISHEDREQUESTSENTRY']._loaded_options = None
   _globals['_GETSTATUSRESPONSE_FINISHEDREQUESTSENTRY']._serialized_options = b'8\001'
-  _globals['_ENGINESTATE']._serialized_start=2216
-  _globals['_ENGINESTATE']._serialized_end=2414
-  _globals['_REQUESTPHASE']._serialized_start=2416
-  _globals['_REQUESTPHASE']._serialized_end=2540
+  _globals['_ENGINESTATE']._serialized_start=2643
+  _globals['_ENGINESTATE']._serialized_end=2841
+  _globals['_REQUESTPHASE']._serialized_start=2843
+  _globals['_REQUESTPHASE']._serialized_end=2967
   _globals['_GETSTATUSREQUEST']._serialized_start=72
   _globals['_GETSTATUSREQUEST']._serialized_end=90
   _globals['_GETSTATUSRESPONSE']._serialized_start=93
@@ -51,35 +51,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREQUESTSRESPONSE']._serialized_start=1091
   _globals['_LISTREQUESTSRESPONSE']._serialized_end=1174
   _globals['_LIVEREQUEST']._serialized_start=1177
-  _globals['_LIVEREQUEST']._serialized_end=1373
-  _globals['_PAUSEREQUEST']._serialized_start=1375
-  _globals['_PAUSEREQUEST']._serialized_end=1405
-  _globals['_PAUSERESPONSE']._serialized_start=1407
-  _globals['_PAUSERESPONSE']._serialized_end=1422
-  _globals['_RESUMEREQUEST']._serialized_start=1424
-  _globals['_RESUMEREQUEST']._serialized_end=1439
-  _globals['_RESUMERESPONSE']._serialized_start=1441
-  _globals['_RESUMERESPONSE']._serialized_end=1457
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1459
-  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1509
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1511
-  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1537
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=1539
-  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=1598
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=1601
-  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=1811
-  _globals['_CACHEDBLOCK']._serialized_start=1813
-  _globals['_CACHEDBLOCK']._serialized_end=1939
-  _globals['_PROFILEREQUEST']._serialized_start=1941
-  _globals['_PROFILEREQUEST']._serialized_end=2002
-  _globals['_PROFILERESPONSE']._serialized_start=2004
-  _globals['_PROFILERESPONSE']._serialized_end=2062
-  _globals['_PROFILEFILE']._serialized_start=2064
-  _globals['_PROFILEFILE']._serialized_end=2111
-  _globals['_DRAINREQUEST']._serialized_start=2113
-  _globals['_DRAINREQUEST']._serialized_end=2174
-  _globals['_DRAINRESPONSE']._serialized_start=2176
-  _globals['_DRAINRESPONSE']._serialized_end=2213
-  _globals['_ADMINSERVICE']._serialized_start=2543
-  _globals['_ADMINSERVICE']._serialized_end=3170
+  _globals['_LIVEREQUEST']._serialized_end=1390
+  _globals['_PAUSEREQUEST']._serialized_start=1392
+  _globals['_PAUSEREQUEST']._serialized_end=1422
+  _globals['_PAUSERESPONSE']._serialized_start=1424
+  _globals['_PAUSERESPONSE']._serialized_end=1439
+  _globals['_RESUMEREQUEST']._serialized_start=1441
+  _globals['_RESUMEREQUEST']._serialized_end=1456
+  _globals['_RESUMERESPONSE']._serialized_start=1458
+  _globals['_RESUMERESPONSE']._serialized_end=1474
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_start=1476
+  _globals['_RESETPREFIXCACHEREQUEST']._serialized_end=1526
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_start=1528
+  _globals['_RESETPREFIXCACHERESPONSE']._serialized_end=1554
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_start=1556
+  _globals['_WATCHKVEVENTSREQUEST']._serialized_end=1615
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_start=1618
+  _globals['_WATCHKVEVENTSRESPONSE']._serialized_end=1828
+  _globals['_CACHEDBLOCK']._serialized_start=1831
+  _globals['_CACHEDBLOCK']._serialized_end=1974
+  _globals['_PROFILEREQUEST']._serialized_start=1976
+  _globals['_PROFILEREQUEST']._serialized_end=2037
+  _globals['_PROFILERESPONSE']._serialized_start=2039
+  _globals['_PROFILERESPONSE']._serialized_end=2097
+  _globals['_PROFILEFILE']._serialized_start=2099
+  _globals['_PROFILEFILE']._serialized_end=2146
+  _globals['_LOADADAPTERREQUEST']._serialized_start=2148
+  _globals['_LOADADAPTERREQUEST']._serialized_end=2196
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=2198
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=2258
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=2260
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=2296
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=2298
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=2321
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=2323
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=2344
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=2346
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=2430
+  _globals['_ADAPTER']._serialized_start=2432
+  _globals['_ADAPTER']._serialized_end=2538
+  _globals['_DRAINREQUEST']._serialized_start=2540
+  _globals['_DRAINREQUEST']._serialized_end=2601
+  _globals['_DRAINRESPONSE']._serialized_start=2603
+  _globals['_DRAINRESPONSE']._serialized_end=2640
+  _globals['_ADMINSERVICE']._serialized_start=2970
+  _globals['_ADMINSERVICE']._serialized_end=3852
 # @@protoc_insertion_point(module_scope)

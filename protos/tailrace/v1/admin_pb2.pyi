@@ -122,7 +122,7 @@ class ListRequestsResponse(_message.Message):
     def __init__(self, requests: _Optional[_Iterable[_Union[LiveRequest, _Mapping]]] = ..., omitted: _Optional[int] = ...) -> None: ...
 
 class LiveRequest(_message.Message):
-    __slots__ = ("request_id", "caller", "phase", "age", "prompt_tokens", "output_tokens", "sequences")
+    __slots__ = ("request_id", "caller", "phase", "age", "prompt_tokens", "output_tokens", "sequences", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CALLER_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +130,7 @@ class LiveRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     caller: str
     phase: RequestPhase
@@ -137,7 +138,8 @@ class LiveRequest(_message.Message):
     prompt_tokens: int
     output_tokens: int
     sequences: int
-    def __init__(self, request_id: _Optional[str] = ..., caller: _Optional[str] = ..., phase: _Optional[_Union[RequestPhase, str]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., sequences: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., caller: _Optional[str] = ..., phase: _Optional[_Union[RequestPhase, str]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("freeze",)
@@ -194,16 +196,18 @@ class WatchKvEventsResponse(_message.Message):
     def __init__(self, data_parallel_rank: _Optional[int] = ..., sequence_number: _Optional[int] = ..., cleared: bool = ..., removed_block_hashes: _Optional[_Iterable[int]] = ..., stored_blocks: _Optional[_Iterable[_Union[CachedBlock, _Mapping]]] = ..., has_more: bool = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class CachedBlock(_message.Message):
-    __slots__ = ("block_hash", "parent_block_hash", "cache_salt", "token_ids")
+    __slots__ = ("block_hash", "parent_block_hash", "cache_salt", "token_ids", "adapter")
     BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
     PARENT_BLOCK_HASH_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     block_hash: int
     parent_block_hash: int
     cache_salt: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, block_hash: _Optional[int] = ..., parent_block_hash: _Optional[int] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    adapter: str
+    def __init__(self, block_hash: _Optional[int] = ..., parent_block_hash: _Optional[int] = ..., cache_salt: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("duration",)
@@ -224,6 +228,58 @@ class ProfileFile(_message.Message):
     path: str
     size_bytes: int
     def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("name", "path")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
+
+class LoadAdapterResponse(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: Adapter
+    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class UnloadAdapterRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class UnloadAdapterResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListAdaptersResponse(_message.Message):
+    __slots__ = ("adapters", "max_adapters")
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
+    max_adapters: int
+    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ..., max_adapters: _Optional[int] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("name", "path", "digest", "rank", "size_bytes", "unloading")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNLOADING_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    path: str
+    digest: str
+    rank: int
+    size_bytes: int
+    unloading: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., size_bytes: _Optional[int] = ..., unloading: bool = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("time_limit",)

@@ -71,6 +71,21 @@ class AdminServiceStub(object):
                 request_serializer=tailrace_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=tailrace_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/tailrace.v1.AdminService/LoadAdapter',
+                request_serializer=tailrace_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/tailrace.v1.AdminService/UnloadAdapter',
+                request_serializer=tailrace_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/tailrace.v1.AdminService/ListAdapters',
+                request_serializer=tailrace_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=tailrace_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/tailrace.v1.AdminService/Drain',
                 request_serializer=tailrace_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
@@ -136,6 +151,36 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Loads a LoRA adapter from a directory on the server's machine, for requests to name
+        from then on: those of all front ends, at once. It goes on if the client leaves. An
+        adapter that is there under the name already is no error, if its files had the same
+        content; else the call fails with ALREADY_EXISTS. It fails with INVALID_ARGUMENT for
+        files that are missing, damaged, or not for this model, RESOURCE_EXHAUSTED where there
+        is no place left (`--max-adapters`), and UNAVAILABLE while a core is being replaced.
+        Whatever fails, no core keeps the adapter.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Takes an adapter away. New requests that name it fail with NOT_FOUND at once; those
+        that run, or wait, finish. Answers when the last of them is over and its place is
+        free. It goes on if the client leaves, and may be called again to wait for it.
+        NOT_FOUND if there is no adapter of that name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """The adapters that are loaded, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Drain(self, request, context):
         """Takes the server out of service for good, as SIGTERM does but for ending the
         process: health turns NOT_SERVING, new requests are refused, live ones may
@@ -182,6 +227,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=tailrace_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
                     response_serializer=tailrace_dot_v1_dot_admin__pb2.ProfileResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=tailrace_dot_v1_dot_admin__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_admin__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=tailrace_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=tailrace_dot_v1_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=tailrace_dot_v1_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -380,6 +440,87 @@ class AdminService(object):
             '/tailrace.v1.AdminService/Profile',
             tailrace_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
             tailrace_dot_v1_dot_admin__pb2.ProfileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailrace.v1.AdminService/LoadAdapter',
+            tailrace_dot_v1_dot_admin__pb2.LoadAdapterRequest.SerializeToString,
+            tailrace_dot_v1_dot_admin__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailrace.v1.AdminService/UnloadAdapter',
+            tailrace_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
+            tailrace_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tailrace.v1.AdminService/ListAdapters',
+            tailrace_dot_v1_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            tailrace_dot_v1_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

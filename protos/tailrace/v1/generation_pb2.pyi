@@ -34,7 +34,7 @@ FINISH_REASON_CONSTRAINT_DONE: FinishReason
 FINISH_REASON_REPETITION: FinishReason
 
 class GenerationSpec(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "resume_from", "sampling", "stop", "constraint", "output", "scheduling", "num_sequences", "resume_text_bytes", "truncate_prompt_tokens")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "resume_from", "sampling", "stop", "constraint", "output", "scheduling", "num_sequences", "resume_text_bytes", "truncate_prompt_tokens", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class GenerationSpec(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     RESUME_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -63,7 +64,8 @@ class GenerationSpec(_message.Message):
     num_sequences: int
     resume_text_bytes: int
     truncate_prompt_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., resume_from: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., num_sequences: _Optional[int] = ..., resume_text_bytes: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ...) -> None: ...
+    adapter: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., resume_from: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingOptions, _Mapping]] = ..., stop: _Optional[_Union[StopOptions, _Mapping]] = ..., constraint: _Optional[_Union[Constraint, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., num_sequences: _Optional[int] = ..., resume_text_bytes: _Optional[int] = ..., truncate_prompt_tokens: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

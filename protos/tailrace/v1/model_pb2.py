@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos.tailrace.v1 import generation_pb2 as tailrace_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tailrace/v1/model.proto\x12\x0btailrace.v1\x1a\x1ctailrace/v1/generation.proto\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.tailrace.v1.Model\"\x9b\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rchat_template\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\x08 \x01(\x0b\x32\x1c.tailrace.v1.DefaultSampling\x12\x13\n\x0btool_format\x18\t \x01(\t\x12\x18\n\x10reasoning_format\x18\n \x01(\t\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x04\x12\x15\n\rmax_sequences\x18\x0e \x01(\r\x12\x14\n\x0cweight_bytes\x18\x0f \x01(\x04\x42\x0f\n\r_bos_token_idB\x10\n\x0e_chat_template\"S\n\x0f\x44\x65\x66\x61ultSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"I\n\x11RenderChatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.tailrace.v1.ChatPrompt\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"$\n\x13GetTokenizerRequest\x12\r\n\x05model\x18\x01 \x01(\t\"G\n\x14GetTokenizerResponse\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x32\x9b\x03\n\x0cModelService\x12M\n\nListModels\x12\x1e.tailrace.v1.ListModelsRequest\x1a\x1f.tailrace.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.tailrace.v1.TokenizeRequest\x1a\x1d.tailrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.tailrace.v1.DetokenizeRequest\x1a\x1f.tailrace.v1.DetokenizeResponse\x12M\n\nRenderChat\x12\x1e.tailrace.v1.RenderChatRequest\x1a\x1f.tailrace.v1.RenderChatResponse\x12U\n\x0cGetTokenizer\x12 .tailrace.v1.GetTokenizerRequest\x1a!.tailrace.v1.GetTokenizerResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tailrace/v1/model.proto\x12\x0btailrace.v1\x1a\x1ctailrace/v1/generation.proto\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.tailrace.v1.Model\"\xad\x03\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07\x61liases\x18\x02 \x03(\t\x12\x1a\n\x12max_context_tokens\x18\x03 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x19\n\x0c\x62os_token_id\x18\x06 \x01(\rH\x00\x88\x01\x01\x12\x1a\n\rchat_template\x18\x07 \x01(\tH\x01\x88\x01\x01\x12\x36\n\x10\x64\x65\x66\x61ult_sampling\x18\x08 \x01(\x0b\x32\x1c.tailrace.v1.DefaultSampling\x12\x13\n\x0btool_format\x18\t \x01(\t\x12\x18\n\x10reasoning_format\x18\n \x01(\t\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x04\x12\x15\n\rmax_sequences\x18\x0e \x01(\r\x12\x14\n\x0cweight_bytes\x18\x0f \x01(\x04\x12\x10\n\x08\x61\x64\x61pters\x18\x10 \x03(\tB\x0f\n\r_bos_token_idB\x10\n\x0e_chat_template\"S\n\x0f\x44\x65\x66\x61ultSampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\"f\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x15\n\x13_add_special_tokens\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"I\n\x11RenderChatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12%\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x17.tailrace.v1.ChatPrompt\"5\n\x12RenderChatResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"$\n\x13GetTokenizerRequest\x12\r\n\x05model\x18\x01 \x01(\t\"G\n\x14GetTokenizerResponse\x12\x11\n\tfile_name\x18\x01 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x0e\n\x06sha256\x18\x03 \x01(\x0c\x32\x9b\x03\n\x0cModelService\x12M\n\nListModels\x12\x1e.tailrace.v1.ListModelsRequest\x1a\x1f.tailrace.v1.ListModelsResponse\x12G\n\x08Tokenize\x12\x1c.tailrace.v1.TokenizeRequest\x1a\x1d.tailrace.v1.TokenizeResponse\x12M\n\nDetokenize\x12\x1e.tailrace.v1.DetokenizeRequest\x1a\x1f.tailrace.v1.DetokenizeResponse\x12M\n\nRenderChat\x12\x1e.tailrace.v1.RenderChatRequest\x1a\x1f.tailrace.v1.RenderChatResponse\x12U\n\x0cGetTokenizer\x12 .tailrace.v1.GetTokenizerRequest\x1a!.tailrace.v1.GetTokenizerResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,25 +37,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTMODELSRESPONSE']._serialized_start=91
   _globals['_LISTMODELSRESPONSE']._serialized_end=147
   _globals['_MODEL']._serialized_start=150
-  _globals['_MODEL']._serialized_end=561
-  _globals['_DEFAULTSAMPLING']._serialized_start=563
-  _globals['_DEFAULTSAMPLING']._serialized_end=646
-  _globals['_TOKENIZEREQUEST']._serialized_start=648
-  _globals['_TOKENIZEREQUEST']._serialized_end=750
-  _globals['_TOKENIZERESPONSE']._serialized_start=752
-  _globals['_TOKENIZERESPONSE']._serialized_end=789
-  _globals['_DETOKENIZEREQUEST']._serialized_start=791
-  _globals['_DETOKENIZEREQUEST']._serialized_end=902
-  _globals['_DETOKENIZERESPONSE']._serialized_start=904
-  _globals['_DETOKENIZERESPONSE']._serialized_end=938
-  _globals['_RENDERCHATREQUEST']._serialized_start=940
-  _globals['_RENDERCHATREQUEST']._serialized_end=1013
-  _globals['_RENDERCHATRESPONSE']._serialized_start=1015
-  _globals['_RENDERCHATRESPONSE']._serialized_end=1068
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1070
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1106
-  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1108
-  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1179
-  _globals['_MODELSERVICE']._serialized_start=1182
-  _globals['_MODELSERVICE']._serialized_end=1593
+  _globals['_MODEL']._serialized_end=579
+  _globals['_DEFAULTSAMPLING']._serialized_start=581
+  _globals['_DEFAULTSAMPLING']._serialized_end=664
+  _globals['_TOKENIZEREQUEST']._serialized_start=666
+  _globals['_TOKENIZEREQUEST']._serialized_end=768
+  _globals['_TOKENIZERESPONSE']._serialized_start=770
+  _globals['_TOKENIZERESPONSE']._serialized_end=807
+  _globals['_DETOKENIZEREQUEST']._serialized_start=809
+  _globals['_DETOKENIZEREQUEST']._serialized_end=920
+  _globals['_DETOKENIZERESPONSE']._serialized_start=922
+  _globals['_DETOKENIZERESPONSE']._serialized_end=956
+  _globals['_RENDERCHATREQUEST']._serialized_start=958
+  _globals['_RENDERCHATREQUEST']._serialized_end=1031
+  _globals['_RENDERCHATRESPONSE']._serialized_start=1033
+  _globals['_RENDERCHATRESPONSE']._serialized_end=1086
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1088
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1124
+  _globals['_GETTOKENIZERRESPONSE']._serialized_start=1126
+  _globals['_GETTOKENIZERRESPONSE']._serialized_end=1197
+  _globals['_MODELSERVICE']._serialized_start=1200
+  _globals['_MODELSERVICE']._serialized_end=1611
 # @@protoc_insertion_point(module_scope)

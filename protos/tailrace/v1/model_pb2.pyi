@@ -18,7 +18,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "aliases", "max_context_tokens", "vocabulary_size", "eos_token_ids", "bos_token_id", "chat_template", "default_sampling", "tool_format", "reasoning_format", "dtype", "device", "kv_capacity_tokens", "max_sequences", "weight_bytes")
+    __slots__ = ("name", "aliases", "max_context_tokens", "vocabulary_size", "eos_token_ids", "bos_token_id", "chat_template", "default_sampling", "tool_format", "reasoning_format", "dtype", "device", "kv_capacity_tokens", "max_sequences", "weight_bytes", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ALIASES_FIELD_NUMBER: _ClassVar[int]
     MAX_CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class Model(_message.Message):
     KV_CAPACITY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     aliases: _containers.RepeatedScalarFieldContainer[str]
     max_context_tokens: int
@@ -49,7 +50,8 @@ class Model(_message.Message):
     kv_capacity_tokens: int
     max_sequences: int
     weight_bytes: int
-    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_context_tokens: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., default_sampling: _Optional[_Union[DefaultSampling, _Mapping]] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., kv_capacity_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., weight_bytes: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., aliases: _Optional[_Iterable[str]] = ..., max_context_tokens: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., bos_token_id: _Optional[int] = ..., chat_template: _Optional[str] = ..., default_sampling: _Optional[_Union[DefaultSampling, _Mapping]] = ..., tool_format: _Optional[str] = ..., reasoning_format: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., kv_capacity_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DefaultSampling(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p")
