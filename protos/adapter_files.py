@@ -31,8 +31,9 @@ _KEEPING_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Of `init_lora_weights`, those after which the adapter is for the model's own weights."""
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
-_PLAIN = re.compile(r"(?:\w|\\?[.])+")
-"""Patterns of module names that are taken: names, whose dots may be escaped. So none takes long to look for."""
+_PLAIN = re.compile(r"\^?(?:\w|\\?[.])+")
+"""Patterns of module names that are taken: names, whose dots may be escaped, and with ^ whole ones. So none takes
+long to look for."""
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):

@@ -90,7 +90,9 @@ def test_scales_by_the_root_of_the_rank_and_by_patterns(tmp_path: Path) -> None:
     assert read(tmp_path).rank == 4
     write_adapter(tmp_path, tensors, {**config, "use_rslora": True})
     assert scales() == {"q_proj": 6.0, "down_proj": 6 / 2**0.5}
-    # The end of a name counts from a dot on.
+    # All of the name, and the end of it from a dot on.
+    write_adapter(tmp_path, tensors, {**config, "alpha_pattern": {f"^{DOWN}": 6, f"^{Q.removeprefix('model.')}": 8}})
+    assert scales() == {"q_proj": 3.0, "down_proj": 3.0}
     write_adapter(tmp_path, tensors, {**config, "alpha_pattern": {"own_proj": 6}})
     assert scales() == {"q_proj": 3.0, "down_proj": 6.0}
 
