@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 
@@ -9,8 +10,11 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
+from async_engine.async_llm import AsyncLLM
 from async_engine.llm import LLM
 from async_engine.metrics import Metrics
+from async_engine.outputs import Delta
+from async_engine.request import GenerationRequest
 from protos.errors import AdapterNotFoundError, StartupError
 from protos.messages import Adapters, ControlReply
 from protos.params import SamplingParams
@@ -510,6 +514,35 @@ def test_what_one_front_end_loads_all_know_also_in_the_next_core(paths):
         assert texts("a", 60) == [first, first]
         admin.UnloadAdapter(unload("a"))
         assert refused("a") == [grpc.StatusCode.NOT_FOUND] * 2
+
+
+def test_a_core_of_others_has_its_adapters_for_all_that_come_and_after_its_death(paths, tmp_path):
+    (tmp_path / "secret").write_bytes(b"a secret of this test")
+    arguments = ("--listen", "127.0.0.1:0", "--secret-file", str(tmp_path / "secret"), "--null-step-ms", "1")
+    request = GenerationRequest(prompt="hi", params=SamplingParams(max_tokens=300, seed=1), adapter="a")
+
+    async def main():
+        join = functools.partial(AsyncLLM.join, [core.address], b"a secret of this test")
+        async with await join() as first, await join() as second:
+            await first.load_adapter("a", paths["a"])
+            undisturbed = await text_from(second, request)
+            streams = [asyncio.create_task(text_from(llm, request)) for llm in (first, second)]
+            await until(lambda: all(any(s.has_progressed for s in llm._live.values()) for llm in (first, second)))
+            os.kill(core.core_pid, signal.SIGKILL)
+            disturbed = [await stream for stream in streams]
+            await second.cores.adapters.unload("a")
+            with pytest.raises(AdapterNotFoundError):
+                await text_from(first, request)
+            return undisturbed, disturbed
+
+    with ServerProcess("null", *arguments, "--adapters", f"b={paths['b']}", command="core") as core:
+        core.wait_ready()
+        undisturbed, disturbed = run(main)
+    assert disturbed == [undisturbed] * 2
+
+
+async def text_from(llm, request):
+    return "".join([event.text async for event in llm.generate(request) if isinstance(event, Delta)])
 
 
 # Starting -------------------------------------------------------------------------------------

@@ -10,15 +10,19 @@ from hypothesis import strategies as st
 
 from async_engine import profiler
 from protos.compat import smg_common_pb2, vllm_engine_pb2_grpc
+from protos.messages import Adapters
 from protos.tailrace.v1 import admin_pb2, admin_pb2_grpc
+from tests.adapter_files import save_adapter
 from tests.async_engine.any_message import messages_of
 from tests.e2e.serving import serving, until
 
 ANYTHING = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-REFUSALS = {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED"}
+REFUSALS = {"INVALID_ARGUMENT", "FAILED_PRECONDITION", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "NOT_FOUND"}
 REQUESTS = {
     "WatchKvEvents": admin_pb2.WatchKvEventsRequest,
     "Profile": admin_pb2.ProfileRequest,
+    "LoadAdapter": admin_pb2.LoadAdapterRequest,
+    "UnloadAdapter": admin_pb2.UnloadAdapterRequest,
     "SubscribeKvEvents": smg_common_pb2.SubscribeKvEventsRequest,
     "StartProfile": smg_common_pb2.StartProfileRequest,
 }
@@ -95,6 +99,37 @@ def test_any_order_of_starts_and_stops_leaves_a_server_that_records(served, orde
     assert served.call("StartProfile", smg_common_pb2.StartProfileRequest()).success
     answer = served.call("StopProfile", smg_common_pb2.StopProfileRequest())
     assert answer.message.count("core.pstats") == 2
+
+
+def test_any_order_of_loads_and_unloads_left_or_waited_for_leaves_what_was_asked_for_last(served, tmp_path):
+    for seed in range(3):
+        save_adapter(tmp_path / str(seed), {"model.layers.0.self_attn.q_proj": (8, 8)}, seed=seed)
+    refusals = {*REFUSALS, "ALREADY_EXISTS", "CANCELLED"}
+
+    @ANYTHING
+    @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 2), st.booleans()), max_size=8))
+    def play(steps):
+        async def one(name, content, leaves):
+            stub = served._stubs[0]
+            if content < 0:
+                call = stub.UnloadAdapter(admin_pb2.UnloadAdapterRequest(name=name))
+            else:
+                call = stub.LoadAdapter(admin_pb2.LoadAdapterRequest(name=name, path=str(tmp_path / str(content))))
+            if leaves:
+                await asyncio.sleep(0)
+                call.cancel()
+            assert (await call.code()).name in {*refusals, "OK"}
+
+        async def all_at_once():
+            await asyncio.gather(*(one(*step) for step in steps))
+            for name in "abc":
+                await one(name, -1, False)
+            cores = [slot.core for slot in served.llm.cores.slots]
+            await until(lambda: all(core.adapters == Adapters() for core in cores))
+
+        served._runner.run(all_at_once())
+
+    play()
 
 
 @pytest.mark.parametrize("name", ["WatchKvEvents", "SubscribeKvEvents"])

@@ -1,6 +1,7 @@
 """OpenTelemetry: a span per call below the caller's, a span per request below that, and no cost when off."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from async_engine import tracing
 from protos.tailrace.v1 import generation_pb2 as pb
+from tests.adapter_files import save_adapter
 from tests.e2e.serving import ROOT, ServerProcess, run, serving, stream_request, until
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -66,6 +68,7 @@ def test_a_request_is_a_span_below_its_call_and_that_below_the_callers(exporter)
     assert call.attributes["rpc.grpc.status_code"] == 0
     assert request.parent.span_id == call.context.span_id
     told = request.attributes
+    assert "tailrace.adapter" not in told
     assert told["gen_ai.response.id"] == "mine"
     assert told["gen_ai.request.model"] == "null"
     assert (told["gen_ai.usage.input_tokens"], told["gen_ai.usage.output_tokens"]) == (4, 5)
@@ -77,6 +80,22 @@ def test_a_request_is_a_span_below_its_call_and_that_below_the_callers(exporter)
     assert request.end_time - first_token.timestamp >= 0.015 * 1e9
     assert call.start_time <= request.start_time
     assert exporter.is_closed, "the server stopped, and with it the thread that sends"
+
+
+def test_a_request_with_an_adapter_says_so(exporter, tmp_path, caplog):
+    save_adapter(tmp_path / "a", {"model.layers.0.self_attn.q_proj": (8, 8)})
+
+    async def main():
+        async with traced(adapters=f"a={tmp_path / 'a'}") as (_, stub, _):
+            with caplog.at_level(logging.INFO, logger="tailrace.request"):
+                await stub.Generate(pb.GenerateRequest(spec=stream_request("abc", 5, adapter="a").spec))
+                await stub.Generate(pb.GenerateRequest(spec=stream_request("abc", 5).spec))
+            await until(lambda: len(named(exporter, "request")) == 2)
+
+    run(main)
+    assert [span.attributes.get("tailrace.adapter") for span in named(exporter, "request")] == ["a", None]
+    lines = [record.getMessage() for record in caplog.records if record.name == "tailrace.request"]
+    assert [" adapter=a" in line for line in lines] == [True, False]
 
 
 def test_refused_calls_have_a_span_with_the_status_and_many_requests_share_their_call(exporter):
