@@ -100,7 +100,7 @@ class LoadedAdapters:
         Raises AdapterError, AdapterExistsError, AdapterLeavingError or AdapterLimitError; UnavailableError while a core
         is being replaced, and if one dies meanwhile.
         """
-        await self._to_its_end(self._load(adapter))
+        await self._over(self._start(self._load(adapter)))
 
     async def unload(self, name: str) -> None:
         """Nobody new may have it, from now on; returns when nobody has. Goes on likewise.
@@ -115,15 +115,16 @@ class LoadedAdapters:
         # Who waited may find that another call has begun.
         task = self._unloading.get(name) or self._start(self._unload(name))
         self._unloading[name] = task
-        await asyncio.shield(task)
+        await self._over(task)
 
     def changed(self) -> None:
         self._changed.set()
 
     def close(self, error: TailraceError) -> None:
-        """There are to be no cores any more. Idempotent."""
+        """There are to be no cores any more: who waits is told. Idempotent."""
         self._closed = self._closed or error
-        self._changed.set()
+        for task in self._tasks:
+            task.cancel()
 
     # ------------------------------------------------------------------------------------------
 
@@ -193,21 +194,26 @@ class LoadedAdapters:
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            if self._closed is not None:
-                raise self._closed.with_traceback(None)
             self._changed.clear()
             await self._changed.wait()
 
-    async def _to_its_end(self, work: Coroutine[None, None, None]) -> None:
-        await asyncio.shield(self._start(work))
-
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        if self._closed is not None:
+            work.close()
+            raise self._closed.with_traceback(None)
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._ended)
         return task
 
-    def _over(self, task: asyncio.Task[None]) -> None:
+    async def _over(self, task: asyncio.Task[None]) -> None:
+        """Waits for its end, which it comes to though who waits is cancelled."""
+        await asyncio.wait([task])
+        if task.cancelled() and self._closed is not None:
+            raise self._closed.with_traceback(None)
+        task.result()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # is known then, though who waited for it may have left

@@ -218,6 +218,7 @@ class CoreClient(asyncio.Protocol):
             await asyncio.to_thread(self._process.reap)
         if hasattr(self, "_transport"):
             self._transport.close()
+        self._answer_no_more(CoreDiedError(f"the connection to {self._name} was closed"))
 
     # asyncio.Protocol -------------------------------------------------------------------------
 
@@ -291,10 +292,13 @@ class CoreClient(asyncio.Protocol):
         self._death = error
         if not self._ready.done():
             self._ready.set_exception(error)
+        self._answer_no_more(error)
+        self._wake()
+
+    def _answer_no_more(self, error: TailraceError) -> None:
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(error)
-        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():

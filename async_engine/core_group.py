@@ -18,7 +18,7 @@ from async_engine.recovery import Recovery, resubmissions
 from async_engine.router import Router
 from async_engine.stats_table import StatsTable
 from core_proc.block_hash import request_root
-from protos.errors import CoreDiedError, RequestFailedError, StartupError, TailraceError
+from protos.errors import CoreDiedError, RequestFailedError, StartupError, TailraceError, UnavailableError
 from protos.kv_changes import ROUTER_WATCH, WatchKV
 from protos.messages import Abort, Control, CoreReady, CoreStats
 
@@ -103,7 +103,8 @@ class CoreGroup:
         if self._router is None or accepted.request.bypass_cache or params.prompt_logprobs is not None:
             return
         token_ids = np.array([*accepted.prompt_token_ids, *accepted.request.resume_token_ids], np.int32)
-        adapter = self.adapters.find(accepted.request.adapter)
+        name = accepted.request.adapter
+        adapter = self.adapters.find(name) if name else None
         root = request_root(accepted.request.cache_salt, "" if adapter is None else adapter.digest)
         arguments = token_ids, self.ready.block_size, root
         if len(token_ids) <= INLINE_TOKENS:
@@ -219,6 +220,7 @@ class CoreGroup:
 
     async def close(self) -> None:
         """Stops the cores, once `run` has ended. Idempotent."""
+        self.adapters.close(UnavailableError("the engine was closed"))
         await asyncio.gather(*(slot.core.close() for slot in self.slots))
 
     def took(self, slot: CoreSlot, outputs: EngineCoreOutputs) -> None:
@@ -346,4 +348,7 @@ def _check_alike(cores: list[CoreReady]) -> None:
 
 def _together(cores: list[CoreReady]) -> CoreReady:
     summed = ("kv_capacity_tokens", "max_num_seqs", "weight_bytes", "kv_cache_bytes")
-    return msgspec.structs.replace(cores[0], **{name: sum(getattr(core, name) for core in cores) for name in summed})
+    least = ("max_adapters", "max_adapter_rank")
+    values = {name: sum(getattr(core, name) for core in cores) for name in summed}
+    values |= {name: min(getattr(core, name) for core in cores) for name in least}
+    return msgspec.structs.replace(cores[0], **values)

@@ -24,5 +24,6 @@ def test_statistics_are_sums_and_kv_use_counts_by_what_each_core_holds():
 
 
 def test_what_cores_hold_adds_up_but_for_the_context():
-    ready = CoreReady(1024, 5000, 16, 8, "float32", "cpu", 100, 200)
-    assert _together([ready, ready]) == CoreReady(1024, 10_000, 16, 16, "float32", "cpu", 200, 400)
+    ready = CoreReady(1024, 5000, 16, 8, "float32", "cpu", 100, 200, 5, 8)
+    other = msgspec.structs.replace(ready, max_adapters=3, max_adapter_rank=64)
+    assert _together([ready, other]) == CoreReady(1024, 10_000, 16, 16, "float32", "cpu", 200, 400, 3, 8)

@@ -15,7 +15,7 @@ from async_engine.llm import LLM
 from async_engine.metrics import Metrics
 from async_engine.outputs import Delta
 from async_engine.request import GenerationRequest
-from protos.errors import AdapterNotFoundError, StartupError
+from protos.errors import AdapterNotFoundError, StartupError, UnavailableError
 from protos.messages import Adapters, ControlReply
 from protos.params import SamplingParams
 from protos.tailrace.v1 import admin_pb2 as pb
@@ -285,6 +285,20 @@ def test_a_client_that_leaves_undoes_no_unloading(paths):
             return refused.code(), await names(admin)
 
     assert run(main) == (grpc.StatusCode.NOT_FOUND, {})
+
+
+def test_closing_the_engine_ends_what_waits_for_it(paths):
+    async def main():
+        async with operated(adapters=f"a={paths['a']}") as (llm, _, _, _):
+            os.kill(llm.core.pid, signal.SIGSTOP)
+            unloading = asyncio.create_task(llm.cores.adapters.unload("a"))
+            asking = asyncio.create_task(llm.cores.adapters.resolve(GenerationRequest(prompt="x", adapter="b"), ()))
+            await until(lambda: len(llm.core._calls) == 2)
+        return await asyncio.gather(unloading, asking, return_exceptions=True)
+
+    unloading, asking = run(main)
+    assert isinstance(unloading, UnavailableError)
+    assert isinstance(asking, AdapterNotFoundError)
 
 
 # What is shared -------------------------------------------------------------------------------
