@@ -82,7 +82,7 @@ class CpuOps(ReferenceOps):
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        if key_cache.dtype is not key.dtype:
+        if key_cache.dtype not in _DTYPES:
             return super().write_kv(key, value, key_cache, value_cache, slots, key_scale, value_scale)
         tokens, kv_heads, head_dim = key.shape
         assert key.stride(1) == value.stride(1) == head_dim
@@ -97,6 +97,7 @@ class CpuOps(ReferenceOps):
             key.stride(0),
             value.stride(0),
             _DTYPES[key.dtype],
+            _DTYPES[key_cache.dtype],
             kv_heads,
             head_dim,
             value_cache.shape[2],
@@ -118,7 +119,7 @@ class CpuOps(ReferenceOps):
         value_scale: float = 1.0,
     ) -> torch.Tensor:
         tokens, heads, head_dim = query.shape
-        if head_dim % _LANES or sinks is not None or key_cache.dtype is not query.dtype:
+        if head_dim % _LANES or sinks is not None or key_cache.dtype not in _DTYPES:
             return super().attention(
                 query,
                 key_cache,
@@ -153,6 +154,7 @@ class CpuOps(ReferenceOps):
             value_cache.shape[2],
             sliding_window,
             _DTYPES[query.dtype],
+            _DTYPES[key_cache.dtype],
             scale,
             softcap,
         )

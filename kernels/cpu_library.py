@@ -35,13 +35,13 @@ _ARGUMENTS = {
     "attention": _fields(
         pointer="query key_cache value_cache out query_starts seq_lens block_tables",
         long="query_stride table_stride",
-        int="num_rows num_heads num_kv_heads head_dim block_size sliding_window dtype",
+        int="num_rows num_heads num_kv_heads head_dim block_size sliding_window dtype cache_dtype",
         float="scale softcap",
     ),
     "write_kv": _fields(
         pointer="key value key_cache value_cache slots",
         long="tokens key_stride value_stride",
-        int="dtype kv_heads head_dim block_size",
+        int="dtype cache_dtype kv_heads head_dim block_size",
     ),
     "rms_norm": _NORM,
     "layer_norm": _NORM,

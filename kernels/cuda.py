@@ -30,6 +30,8 @@ class CudaOps(TritonStep, TritonAttention, TritonCache, TritonNorm, TritonActiva
     No method waits for the device: tests call them with tensors that have no values.
     """
 
+    mixes_cache_types = False
+
     def __init__(self, gpu: Gpu, batch_invariant: bool = False) -> None:
         """batch_invariant: what a row gets does not depend on the rows beside it, at the price of some speed."""
         self.gpu, self.batch_invariant = gpu, batch_invariant

@@ -29,6 +29,8 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
 
     takes_fp8_cache = False
     """Whether attention to a KV cache of FP8 is fast."""
+    mixes_cache_types = True
+    """Whether a KV cache of 16 or 32 bits may have another type than queries, keys and values."""
     keeps_integers = False
     """Whether quantised products are faster than products with the same weights as floats."""
 
@@ -55,7 +57,8 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
         """Stores key and value [tokens, kv_heads, head_dim] at slots [tokens], int64: block * block_size + offset.
 
         Slot -1 is padding and writes nothing. Caches of float8_e4m3fn keep what is stored divided by a scale, which
-        attention multiplies with; numbers over 448 after that become 448. Other caches have the type of key and value.
+        attention multiplies with; numbers over 448 after that become 448. A cache may have any other type: in float16
+        numbers over 65504 become 65504. The scales are for caches of float8_e4m3fn alone.
         """
         real = slots >= 0
         block_size = value_cache.shape[2]
@@ -263,4 +266,6 @@ def _stored(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """x as a cache of this type keeps it."""
     if dtype is FP8:
         x = (x.float() * (1 / scale)).clamp(-448, 448)
+    elif dtype is torch.float16 and x.dtype is not dtype:
+        x = x.float().clamp(-65504, 65504)
     return x.to(dtype)

@@ -127,7 +127,7 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         max_steps_in_flight=1 if on_cpu else 2,
         cache_limit=CPU_CACHE_LIMIT // place.local_size if on_cpu else None,
         chunk_cells=1 << 18 if on_cpu else 1 << 26,
-        cache_dtype=_cache_dtype(config, ops),
+        cache_dtype=_cache_dtype(config, ops, _DTYPES[name], keeps_integers),
         workers=make_workers(place, device),
         keeps_integers=keeps_integers,
         activation_bits=int(config.model.activation_bits),
@@ -138,12 +138,18 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
     )
 
 
-def _cache_dtype(config: EngineConfig, ops: Ops) -> torch.dtype | None:
-    if config.cache.kv_cache_dtype == "auto":
-        return None
-    if not ops.takes_fp8_cache:
-        raise StartupError("--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more")
-    return FP8
+def _cache_dtype(config: EngineConfig, ops: Ops, dtype: torch.dtype, keeps_integers: bool) -> torch.dtype | None:
+    wanted: str = config.cache.kv_cache_dtype
+    if wanted == "auto":
+        # Products with integers are not float32's to the last bit either: see tests.bench.agreement.
+        return torch.float16 if keeps_integers else None
+    if wanted == "fp8":
+        if not ops.takes_fp8_cache:
+            raise StartupError("--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more")
+        return FP8
+    if _DTYPES[wanted] is not dtype and not ops.mixes_cache_types:
+        raise StartupError(f"--kv-cache-dtype {wanted} needs a CPU, or --dtype {wanted}")
+    return _DTYPES[wanted]
 
 
 def _graphs(

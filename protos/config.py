@@ -28,7 +28,7 @@ USEFUL_CONTEXT = 2048
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
-CacheDType = Literal["auto", "fp8"]
+CacheDType = Literal["auto", "float32", "float16", "fp8"]
 Graphs = Literal["auto", "off"]
 ActivationBits = Literal["8", "16"]
 
@@ -100,8 +100,8 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         CacheDType,
         Meta(
-            description="type of the cached keys and values: auto is the model's, fp8 half of 16 bits, on GPUs from "
-            "compute capability 8.9 on"
+            description="type of the cached keys and values: auto is float16 where a CPU computes with a file's "
+            "integers, else the model's; fp8, half of 16 bits, is for GPUs from compute capability 8.9 on"
         ),
     ] = "auto"
     num_kv_blocks: Annotated[

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "attention_tile.h"
+#include "attention_vectors.h"
 #include "team.h"
 
 // Below so many pairs of a query's and a key's dimension, waking threads that sleep costs more than it saves.
@@ -16,12 +16,12 @@ inline Scratch& thread_scratch() {
 }
 
 // Whole tiles for each member; used where there are enough of them.
-template <class T, int W>
+template <class Computed>
 void attend_tiles(const AttentionArgs& args, const std::vector<Tile>& tiles, Team& team) {
   Scratch& scratch = thread_scratch();
   for (Range range; (range = team.take(tiles.size(), 1)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
-      TileAttention<T, W> tile(args, tiles[i], scratch);
+      Computed tile(args, tiles[i], scratch);
       tile.start();
       for (int p = tile.first_partition(); p <= tile.last_partition(); p++) {
         tile.attend(p);
@@ -38,14 +38,14 @@ struct Part {
 };
 
 // Partitions of the same tile by different members, then the same merge as above, in the same order.
-template <class T, int W>
+template <class Computed>
 void attend_parts(const AttentionArgs& args, const std::vector<Tile>& tiles, Team& team) {
   Scratch& scratch = thread_scratch();
   std::vector<Part> parts;
   std::vector<size_t> tile_parts = {0};
   size_t rows = 0;
   for (size_t i = 0; i < tiles.size(); i++) {
-    TileAttention<T, W> tile(args, tiles[i], scratch);
+    Computed tile(args, tiles[i], scratch);
     for (int p = tile.first_partition(); p <= tile.last_partition(); p++, rows += tile.rows())
       parts.push_back({(int32_t)i, p, rows * args.head_dim, rows});
     tile_parts.push_back(parts.size());
@@ -54,7 +54,7 @@ void attend_parts(const AttentionArgs& args, const std::vector<Tile>& tiles, Tea
   float *const maxima = outputs + rows * args.head_dim, *const sums = maxima + rows;
   for (Range range; (range = team.take(parts.size(), 1)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
-      TileAttention<T, W> tile(args, tiles[parts[i].tile], scratch);
+      Computed tile(args, tiles[parts[i].tile], scratch);
       tile.attend(parts[i].partition);
       std::copy_n(scratch.partial.begin(), (size_t)tile.rows() * args.head_dim, &outputs[parts[i].output]);
       std::copy_n(scratch.partial_max.begin(), tile.rows(), &maxima[parts[i].statistics]);
@@ -63,7 +63,7 @@ void attend_parts(const AttentionArgs& args, const std::vector<Tile>& tiles, Tea
   team.barrier();
   for (Range range; (range = team.take(tiles.size(), 1)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
-      TileAttention<T, W> tile(args, tiles[i], scratch);
+      Computed tile(args, tiles[i], scratch);
       tile.start();
       for (size_t p = tile_parts[i]; p < tile_parts[i + 1]; p++)
         tile.merge(&outputs[parts[p].output], &maxima[parts[p].statistics], &sums[parts[p].statistics]);
@@ -72,7 +72,7 @@ void attend_parts(const AttentionArgs& args, const std::vector<Tile>& tiles, Tea
 }
 
 inline int tile_queries(const AttentionArgs& args) {
-  return std::max(1, TILE_ROWS / (args.num_heads / args.num_kv_heads));
+  return std::max(1, VECTOR_TILE_ROWS / (args.num_heads / args.num_kv_heads));
 }
 
 // Whether there are so few tiles, and one so long, that members share tiles.
@@ -104,8 +104,7 @@ inline bool attention_is_long(const AttentionArgs& args) {
   return pairs * args.num_heads * args.head_dim >= PARALLEL_PAIRS;
 }
 
-template <class T>
-void attend(const AttentionArgs& args, Team& team) {
+inline void attend(const AttentionArgs& args, Team& team) {
   const int most = tile_queries(args);
   static thread_local std::vector<Tile> tiles;
   tiles.clear();
@@ -116,6 +115,9 @@ void attend(const AttentionArgs& args, Team& team) {
       for (int head = 0; head < args.num_kv_heads; head++)
         tiles.push_back({row, head, first, std::min(most, queries - first)});
   }
-  auto* const run = shares_tiles(args, team.size()) ? attend_parts<T, WIDTH> : attend_tiles<T, WIDTH>;
-  run(args, tiles, team);
+  with_type(args.cache_dtype, [&](auto type) {
+    using Computed = VectorTile<decltype(type), WIDTH>;
+    auto* const run = shares_tiles(args, team.size()) ? attend_parts<Computed> : attend_tiles<Computed>;
+    run(args, tiles, team);
+  });
 }

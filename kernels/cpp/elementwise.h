@@ -2,12 +2,14 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "simd.h"
 #include "team.h"
 
 // Below this many numbers, waking threads costs more than it saves.
 constexpr int64_t PARALLEL_CELLS = 1 << 17;
+constexpr float LARGEST_HALF = 65504.0f;
 
 // The structs of arguments are declared again in kernels/cpu_library.py, field by field.
 
@@ -16,26 +18,56 @@ struct WriteKvArgs {
   void *key_cache, *value_cache;
   const int64_t* slots;         // [tokens]; -1 is skipped
   int64_t tokens, key_stride, value_stride;
-  int dtype, kv_heads, head_dim, block_size;
+  int dtype, cache_dtype, kv_heads, head_dim, block_size;
 
   int64_t cells() const { return tokens * kv_heads * head_dim; }
 };
 
-template <class T>
-void write_kv(const WriteKvArgs& a, Team& team) {
-  const Range tokens = team.share(a.tokens);
+// to[i * stride] = from[i], in the type of `to`: numbers beyond what halves reach become the largest half.
+template <class From, class To>
+void store_cells(const From* from, To* to, int64_t stride, int count) {
+  using S = Simd<WIDTH>;
+  for (int first = 0; first < count; first += WIDTH) {
+    const int cells = std::min(WIDTH, count - first);
+    From given[WIDTH] = {};
+    To kept[WIDTH];
+    memcpy(given, from + first, cells * sizeof(From));
+    S::F v = S::load(given);
+    if constexpr (std::is_same_v<To, Float16>) {
+      v = v > LARGEST_HALF ? S::fill(LARGEST_HALF) : v;
+      v = v < -LARGEST_HALF ? S::fill(-LARGEST_HALF) : v;
+    }
+    S::store(kept, v);
+    for (int i = 0; i < cells; i++) to[(first + i) * stride] = kept[i];
+  }
+}
+
+template <class From, class To>
+void write_rows(const WriteKvArgs& a, Range tokens) {
   for (int64_t t = tokens.begin; t < tokens.end; t++) {
     if (a.slots[t] < 0) continue;
     const int64_t block = a.slots[t] / a.block_size, lane = a.slots[t] % a.block_size;
     for (int h = 0; h < a.kv_heads; h++) {
       const int64_t cell = (block * a.kv_heads + h) * a.head_dim * a.block_size;
-      const T* from = (const T*)a.key + t * a.key_stride + (int64_t)h * a.head_dim;
-      T* to = (T*)a.key_cache + cell + lane;
-      for (int d = 0; d < a.head_dim; d++) to[(int64_t)d * a.block_size] = from[d];
-      memcpy((T*)a.value_cache + cell + lane * a.head_dim,
-             (const T*)a.value + t * a.value_stride + (int64_t)h * a.head_dim, a.head_dim * sizeof(T));
+      const From* key = (const From*)a.key + t * a.key_stride + (int64_t)h * a.head_dim;
+      const From* value = (const From*)a.value + t * a.value_stride + (int64_t)h * a.head_dim;
+      To *keys = (To*)a.key_cache + cell + lane, *values = (To*)a.value_cache + cell + lane * a.head_dim;
+      if constexpr (std::is_same_v<From, To>) {
+        for (int d = 0; d < a.head_dim; d++) keys[(int64_t)d * a.block_size] = key[d];
+        memcpy(values, value, a.head_dim * sizeof(To));
+      } else {
+        store_cells(key, keys, a.block_size, a.head_dim);
+        store_cells(value, values, 1, a.head_dim);
+      }
     }
   }
+}
+
+inline void write_kv(const WriteKvArgs& a, Team& team) {
+  const Range tokens = team.share(a.tokens);
+  with_type(a.dtype, [&](auto from) {
+    with_type(a.cache_dtype, [&](auto to) { write_rows<decltype(from), decltype(to)>(a, tokens); });
+  });
 }
 
 struct NormArgs {

@@ -30,10 +30,10 @@ bool many_cells(const void* args) {
 #define PLAIN(Args, FUNCTION) [](const void* args, Team& team) { FUNCTION(*(const Args*)args, team); }
 
 static const Kernel KERNELS[] = {
-    {"attention", TYPED(AttentionArgs, attend),
+    {"attention", PLAIN(AttentionArgs, attend),
      [](const void* args) { return attention_is_long(*(const AttentionArgs*)args); },
      [](const void* args, int threads) { return attention_scratch(*(const AttentionArgs*)args, threads); }},
-    {"write_kv", TYPED(WriteKvArgs, write_kv), many_cells<WriteKvArgs>, no_scratch},
+    {"write_kv", PLAIN(WriteKvArgs, write_kv), many_cells<WriteKvArgs>, no_scratch},
     {"rms_norm", TYPED(NormArgs, rms_norm), many_cells<NormArgs>, no_scratch},
     {"layer_norm", TYPED(NormArgs, layer_norm), many_cells<NormArgs>, no_scratch},
     {"norm_heads", TYPED(NormHeadsArgs, norm_heads), many_cells<NormHeadsArgs>, no_scratch},

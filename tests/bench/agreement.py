@@ -2,7 +2,7 @@
 
     python -m tests.bench.agreement [--tokens 64] [engine flags, such as --dtype bfloat16]
 
-Runs the engine twice, as the flags say and with --dtype float32 in their place, on the prompts of
+Runs the engine twice, as the flags say and with --dtype float32 and its KV cache in their place, on the prompts of
 `agreement_prompts.txt` (chats of one message, past the model's own end) and on `agreement_text.txt`. Prints a table,
 and last a line of JSON. The gap where outputs part is float32's: between the log-probabilities of its two likeliest
 tokens there.
@@ -125,7 +125,7 @@ def main() -> int:
     arguments = parser.parse_args()
     options = values(arguments, *SECTIONS)
     ours = sample(options, arguments.prompts, arguments.tokens)
-    exact = sample(options | {"dtype": "float32"}, arguments.prompts, arguments.tokens)
+    exact = sample(options | {"dtype": "float32", "kv_cache_dtype": "auto"}, arguments.prompts, arguments.tokens)
     agreement = compare(ours, exact)
     rows: list[list[object]] = [
         [f"prompt {one.prompt}", one.token, f"{one.gap:.4f}"] for one in divergences(ours, exact)

@@ -99,6 +99,7 @@ def make_batch(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype | None = None,
     window: int = 0,
     softcap: float = 0.0,
     has_sinks: bool = False,
@@ -118,7 +119,7 @@ def make_batch(
     num_blocks = sum(blocks_of) + 1
     key_shape, value_shape = ReferenceOps().kv_cache_shapes(num_blocks, kv_heads, head_dim, block_size)
     key_cache, value_cache = (
-        torch.full(shape, torch.nan, dtype=dtype, device=device) for shape in (key_shape, value_shape)
+        torch.full(shape, torch.nan, dtype=cache_dtype or dtype, device=device) for shape in (key_shape, value_shape)
     )
     tables = torch.full((len(rows), max(blocks_of) + 2), 2**30, dtype=torch.int32, device=device)
     free = torch.randperm(num_blocks - 1, device=device, generator=generator) + 1

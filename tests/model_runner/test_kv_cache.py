@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.ops import make_ops
 from kernels.reference import FP8, ReferenceOps
 from model_runner import device
 from model_runner.device import CPU_CACHE_LIMIT, DevicePolicy, make_device
@@ -158,13 +159,48 @@ def test_free_memory_is_the_least_of_machine_and_control_group(tmp_path: Path, m
     assert policy.free_memory() > 100 * MIB
 
 
-def test_a_cache_of_eight_bits_holds_four_times_as_much_as_one_of_32():
-    policy = replace(POLICY, cache_dtype=FP8)
-    assert fit(policy, kv_cache_memory=4)[0] == 4 * fit(kv_cache_memory=4)[0]
+@pytest.mark.parametrize(("dtype", "times"), [(FP8, 4), (torch.float16, 2), (torch.float32, 1)])
+def test_a_cache_of_fewer_bits_holds_more(dtype: torch.dtype, times: int):
+    policy = replace(POLICY, cache_dtype=dtype)
+    assert fit(policy, kv_cache_memory=4)[0] == times * fit(kv_cache_memory=4)[0]
     caches = allocate_cache(3, SPEC, policy, 16)
-    assert {cache.dtype for pair in caches.values() for cache in pair} == {FP8}
+    assert {cache.dtype for pair in caches.values() for cache in pair} == {dtype}
 
 
 def test_a_cache_of_eight_bits_is_refused_where_it_would_be_slow():
     with pytest.raises(StartupError, match=r"^--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more$"):
         make_device(build(EngineConfig, device="cpu", kv_cache_dtype="fp8"), SPEC, Path("model"))
+
+
+@pytest.mark.parametrize(
+    ("file", "options", "expected"),
+    [
+        ("model.gguf", {}, torch.float16),
+        ("model.gguf", {"dtype": "float32"}, None),
+        ("model.gguf", {"kv_cache_dtype": "float32"}, torch.float32),
+        ("model.gguf", {"dtype": "float32", "kv_cache_dtype": "float16"}, torch.float16),
+        ("model", {}, None),
+        ("model", {"dtype": "bfloat16", "kv_cache_dtype": "float16"}, torch.float16),
+    ],
+)
+def test_the_type_of_a_cpus_cache(file: str, options: dict[str, str], expected: torch.dtype | None):
+    """Half precision only beside a file's integers, unless it is asked for."""
+    if not make_ops(torch.device("cpu"), 16, 1).keeps_integers:
+        pytest.skip("there are no kernels for integers here")
+    policy = make_device(build(EngineConfig, device="cpu", **options), SPEC, Path(file))
+    assert policy.cache_dtype is expected
+
+
+def test_a_cache_of_another_type_is_refused_where_kernels_take_one(monkeypatch: pytest.MonkeyPatch):
+    ops = ReferenceOps()
+    ops.mixes_cache_types = False
+    monkeypatch.setattr("model_runner.device.make_ops", lambda *_: ops)
+
+    def cache(dtype: str, kv_cache_dtype: str) -> torch.dtype | None:
+        config = build(EngineConfig, device="cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+        return make_device(config, SPEC, Path("model")).cache_dtype
+
+    assert cache("bfloat16", "auto") is None
+    assert cache("float16", "float16") is torch.float16
+    with pytest.raises(StartupError, match=r"^--kv-cache-dtype float16 needs a CPU, or --dtype float16$"):
+        cache("bfloat16", "float16")
