@@ -261,15 +261,16 @@ class CpuOps(ReferenceOps):
         assert x.is_contiguous()
         assert out.stride(1) == 1
         assert x.dtype is out.dtype
+        stride, cell = out.stride(0), x.itemsize
         if isinstance(tokens, slice):
-            x, out = x[tokens], out[tokens]
-            count, indices = len(x), None
+            start, count, indices = tokens.start, tokens.stop - tokens.start, None
         else:
             assert tokens.is_contiguous()
-            count, indices = len(tokens), tokens.data_ptr()
+            start, count, indices = 0, len(tokens), tokens.data_ptr()
+        from_, to = x.data_ptr() + start * ins * cell, out.data_ptr() + start * stride * cell
         for first, a, b in factors.parts:
-            pointers = x.data_ptr(), out[:, first:].data_ptr(), a.data_ptr(), b.data_ptr(), indices
-            self._add_low_rank(*pointers, count, ins, b.shape[1], out.stride(0), len(a), _DTYPES[x.dtype])
+            pointers = from_, to + first * cell, a.data_ptr(), b.data_ptr(), indices
+            self._add_low_rank(*pointers, count, ins, b.shape[1], stride, a.shape[0], _DTYPES[x.dtype])
         return None
 
     def rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 Tokens = slice | torch.Tensor
-"""Rows of a step's tokens: neighbours, or by their indices [n] int64, each once."""
+"""Rows of a step's tokens: neighbours, from a start to a stop, or by their indices [n] int64, each once."""
 
 
 class LowRankPart(NamedTuple):

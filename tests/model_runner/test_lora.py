@@ -207,6 +207,8 @@ def test_another_adapter_in_the_slot_of_one_that_left(directory: Path, runner: M
     assert_each_draws([*run(runner, [1])], {1: models[2]})
     runner.unload_adapter(1)
     runner.unload_adapter(1)
+    runner.unload_adapter(2)
+    assert _num_held(runner) == 0
     load_adapters(runner, directory, {1: "one"})
     assert outputs(run(runner, [1])) == first
 
