@@ -28,6 +28,7 @@ from tests.e2e.test_core_recovery import collect, mixed_specs
 from tests.e2e.test_front_ends import Served
 from tests.e2e.test_generation import ENDLESS, assert_works, details_of, failure
 from tests.e2e.test_kv_events import Follower
+from tests.fakes import make_adapter
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 8)}
 
@@ -269,7 +270,7 @@ def test_unloading_refuses_what_is_new_and_waits_for_what_runs_and_waits(paths):
     assert left == {"b": False}
 
 
-def test_a_client_that_leaves_undoes_no_unloading(paths):
+def test_a_client_that_leaves_undoes_no_unloading_even_if_the_core_then_dies(paths):
     async def main():
         async with operated(adapters=f"a={paths['a']}", null_step_ms=1) as (llm, stub, admin, _):
             call, _ = await begun(stub, "x", ENDLESS, adapter="a")
@@ -277,14 +278,34 @@ def test_a_client_that_leaves_undoes_no_unloading(paths):
             while not (await names(admin))["a"]:
                 pass
             leaving.cancel()
-            again = asyncio.ensure_future(admin.UnloadAdapter(unload("a")))
             refused = await failure(say(stub, "z", "a"))
+            os.kill(llm.core.pid, signal.SIGKILL)
+            await until(lambda: llm.cores.num_restarts == 1 and not llm.recovering)
+            told = await names(admin)
             call.cancel()
-            await again
+            while await names(admin):
+                pass
             await assert_works(llm, stub)
-            return refused.code(), await names(admin)
+            return refused.code(), told
 
-    assert run(main) == (grpc.StatusCode.NOT_FOUND, {})
+    assert run(main) == (grpc.StatusCode.NOT_FOUND, {"a": True})
+
+
+def test_who_calls_again_waits_too(paths):
+    async def main():
+        async with operated(adapters=f"a={paths['a']}", null_step_ms=1) as (_, stub, admin, _):
+            call, _ = await begun(stub, "x", ENDLESS, adapter="a")
+            calls = [asyncio.ensure_future(admin.UnloadAdapter(unload("a"))) for _ in range(3)]
+            while not (await names(admin))["a"]:
+                pass
+            calls.append(asyncio.ensure_future(admin.UnloadAdapter(unload("a"))))
+            await names(admin)
+            assert not any(each.done() for each in calls)
+            call.cancel()
+            await asyncio.gather(*calls)
+            return await names(admin)
+
+    assert run(main) == {}
 
 
 def test_closing_the_engine_ends_what_waits_for_it(paths):
@@ -390,6 +411,37 @@ def test_unloading_outlives_the_core(paths):
     assert (told, left) == ({"a": True}, {})
 
 
+def test_unloading_while_the_core_is_dead_is_done_by_the_next(paths):
+    async def main():
+        async with operated(adapters=f"a={paths['a']}") as (llm, _, admin, _):
+            os.kill(llm.core.pid, signal.SIGKILL)
+            await until(lambda: llm.recovering)
+            await admin.UnloadAdapter(unload("a"))
+            return llm.recovering, llm.core.adapters
+
+    assert run(main) == (False, Adapters())
+
+
+def test_requests_that_come_back_one_at_a_time_find_what_is_being_unloaded(paths):
+    """Those with which the core had just begun when it died."""
+
+    async def main():
+        async with operated(adapters=f"a={paths['a']}", null_step_ms=300) as (llm, stub, admin, _):
+            await llm.pause(freeze=True)
+            asked = [asyncio.create_task(say(stub, f"x{number}", "a", 2)) for number in range(3)]
+            await until(lambda: len(llm.output_processor.sequences) == 3)
+            await llm.resume()
+            await until(lambda: len(llm.core.entering or ()) == 3)
+            unloading = asyncio.ensure_future(admin.UnloadAdapter(unload("a")))
+            await until(lambda: llm.cores.adapters.find("a") is None)
+            os.kill(llm.core.pid, signal.SIGKILL)
+            answers = await asyncio.gather(*asked)
+            await unloading
+            return [answer.summary.output_tokens for answer in answers], await names(admin)
+
+    assert run(main) == ([2, 2, 2], {})
+
+
 def test_an_adapter_that_the_next_core_cannot_load_fails_its_requests_and_no_others(paths):
     async def main():
         async with operated(adapters=f"a={paths['a']},b={paths['b']}", null_step_ms=2) as (llm, stub, admin, _):
@@ -450,19 +502,58 @@ def test_all_cores_have_an_adapter_or_none_has(paths):
     assert texts == {expected}
 
 
+def test_a_client_that_leaves_undoes_no_loading(paths):
+    async def main():
+        async with operated(data_parallel_size=2) as (llm, stub, admin, _):
+            second, go = llm.cores.slots[1].core, asyncio.Event()
+            ask = second.load_adapter
+
+            async def late(adapter):
+                await go.wait()
+                return await ask(adapter)
+
+            second.load_adapter = late
+            leaving = asyncio.ensure_future(admin.LoadAdapter(load("a", paths["a"])))
+            await until(lambda: llm.cores.slots[0].core.adapters.loaded)
+            half = await failure(say(stub, "hi", "a"))
+            leaving.cancel()
+            await asyncio.wait([leaving])
+            go.set()
+            await until(lambda: llm.cores.adapters.names == ["a"])
+            return half.code(), (await say(stub, "hi", "a")).summary.output_tokens
+
+    assert run(main) == (grpc.StatusCode.NOT_FOUND, 8)
+
+
+def test_a_name_with_other_content_in_another_core_is_nobodys(paths):
+    async def main():
+        async with operated(data_parallel_size=2, adapters=f"a={paths['a']}") as (llm, _, _, _):
+            llm.cores.slots[1].core.adapters = Adapters([make_adapter("a", 1)])
+            return llm.cores.adapters.names
+
+    assert run(main) == []
+
+
 def test_the_router_knows_which_core_holds_a_prompt_with_its_adapter(paths):
     text = "a prompt of some length " * 20
 
     async def main():
         adapters = f"a={paths['a']},b={paths['b']}"
         async with operated(data_parallel_size=2, adapters=adapters, max_inter_token_gap=3600) as (llm, stub, _, _):
-            found = [(await say(stub, text, name)).summary.cached_tokens for name in ["", "a", "b"] * 6]
-            llm.cores._router.map.audit()
-            return found
+            router, asked = llm.cores._router, []
+            route = router.route
+            router.route = lambda hashes, *rest: asked.append(hashes) or route(hashes, *rest)
+            found = [(await say(stub, text, name)).summary.cached_tokens for name in ["", "a", "b"] * 4]
+            router.map.audit()
+            held = [max(router.map.lookup(hashes)) for hashes in asked]
+            return found, asked, held
 
-    found = run(main)
+    found, asked, held = run(main)
     assert found[:3] == [0, 0, 0]
     assert min(found[3:]) > 400
+    assert held == [len(asked[0])] * 12, "the cores tell of what the router asks for"
+    assert not set(asked[0]) & set(asked[1]) | set(asked[1]) & set(asked[2])
+    assert asked[:3] == asked[3:6]
 
 
 def test_a_core_that_comes_back_has_what_the_others_have(paths):
@@ -538,8 +629,12 @@ def test_a_core_of_others_has_its_adapters_for_all_that_come_and_after_its_death
     async def main():
         join = functools.partial(AsyncLLM.join, [core.address], b"a secret of this test")
         async with await join() as first, await join() as second:
+            second.core._transport.pause_reading()  # it hears of it too late
             await first.load_adapter("a", paths["a"])
-            undisturbed = await text_from(second, request)
+            asking = asyncio.create_task(text_from(second, request))
+            await until(lambda: second.core._calls)
+            second.core._transport.resume_reading()
+            undisturbed = await asking
             streams = [asyncio.create_task(text_from(llm, request)) for llm in (first, second)]
             await until(lambda: all(any(s.has_progressed for s in llm._live.values()) for llm in (first, second)))
             os.kill(core.core_pid, signal.SIGKILL)
