@@ -42,10 +42,11 @@ inline int32_t sum_lanes(Simd<WIDTH>::I v) {
 #endif
 }
 
-// ACTIVATION_BITS of each number of a group, as they lie in memory.
+// ACTIVATION_BITS of each number of a group, as they lie in memory: a row's groups one after the other.
 template <int GROUP, int ACTIVATION_BITS>
 struct GroupOf {
   static constexpr int group = GROUP, bits = ACTIVATION_BITS, bytes = GROUP * ACTIVATION_BITS / 8;
+  static constexpr int numbers_stride = 1;
   static constexpr float largest = ACTIVATION_BITS == 8 ? 127 : 127 * 256;
 
   // The place of input i among words: of four inputs the even ones come first.
@@ -102,6 +103,6 @@ void quantise_row(const float* x, int64_t begin, int64_t end, int8_t* q, GroupNu
     }
     const int32_t sum = sum_lanes(total);
     const float scale = finite ? largest / Group::largest : NAN;
-    numbers[g] = {scale, (float)sum * scale, -ZERO * sum};
+    numbers[g * Group::numbers_stride] = {scale, (float)sum * scale, -ZERO * sum};
   }
 }

@@ -14,19 +14,15 @@
 #include <type_traits>
 
 #include "activations.h"
+#include "quantised_amx.h"
+#include "quantised_layout.h"
 #include "simd.h"
 #include "team.h"
 
-// Outputs that lie together. The weights of a tile are, group by group: the integers, TILE scales, TILE minimums.
-constexpr int TILE = 16;
 // Bytes of activations that the tiles pass over while they are in the cache.
 constexpr int64_t CHUNK_BYTES = 1 << 16;
 // Below so many products, waking threads that sleep costs more than it saves.
 constexpr int64_t PARALLEL_PRODUCTS = 1 << 23;
-// How far ahead of the products weights are fetched, bytes.
-constexpr int64_t AHEAD = 8192;
-// As many are taken by a thread at a time, about.
-constexpr int64_t GRAIN_PRODUCTS = 1 << 23;
 
 // Vectors of W lanes of four bytes, and the sums of their products.
 template <int W>
@@ -78,15 +74,6 @@ struct Quads {
     const P bytes = (P)fill(x);
     return add_words(add_words(sum, even(weights), (P)((Q)bytes << 8) >> 8), odd(weights), bytes >> 8);
   }
-};
-
-template <int BITS, int GROUP, bool HAS_MINIMUMS, class ScaleType>
-struct TileLayout {
-  using Scale = ScaleType;
-  static constexpr int bits = BITS, group = GROUP;
-  static constexpr bool has_minimums = HAS_MINIMUMS, has_zero = BITS == 8 && !HAS_MINIMUMS;
-  static constexpr int64_t integer_bytes = (int64_t)TILE * GROUP * BITS / 8;
-  static constexpr int64_t group_bytes = integer_bytes + TILE * sizeof(Scale) * (HAS_MINIMUMS ? 2 : 1);
 };
 
 // The W outputs of a tile's group that start at `first`, as bytes: GROUP / 4 vectors.
@@ -187,32 +174,12 @@ void tile_rows(const uint8_t* tile, int first, const int8_t* x, int64_t x_stride
   }
 }
 
-// kernels/cpu_library.py declares the same.
-struct QuantisedArgs {
-  const uint8_t* tiles;  // [ceil(outputs / TILE), groups, bytes of a group]
-  const float* x;        // [rows, size]
-  float* out;            // [rows, outputs], rows `stride` apart
-  int64_t rows, size, outputs, stride;
-  int bits, group, has_minimums, wide_scales, activation_bits;
-};
-
-// Calls f with TileLayout's parameters, as a value of that type.
-template <class Args, class Function>
-void with_layout(const Args& a, Function f) {
-  auto scaled = [&](auto scale) {
-    using Scale = decltype(scale);
-    if (a.bits == 4) return f(TileLayout<4, 32, true, Scale>{});
-    if (a.group == 16) return f(TileLayout<8, 16, false, Scale>{});
-    if (a.has_minimums) return f(TileLayout<8, 32, true, Scale>{});
-    f(TileLayout<8, 32, false, Scale>{});
-  };
-  if (a.wide_scales) scaled(float{});
-  else scaled(Float16{});
-}
-
 inline bool quantised_is_long(const QuantisedArgs& a) { return a.rows * a.outputs * a.size > PARALLEL_PRODUCTS; }
 
 inline int64_t quantised_scratch(const QuantisedArgs& a) {
+#if HAS_TILES
+  if (by_amx(a)) return amx_scratch(a);
+#endif
   return a.rows * a.size * (a.activation_bits / 8) + a.rows * (a.size / a.group) * sizeof(GroupNumbers) + 64;
 }
 
@@ -262,6 +229,13 @@ void quantised_linear(const QuantisedArgs& a, Team& team) {
 inline void quantised_linear(const QuantisedArgs& a, Team& team) {
   with_layout(a, [&](auto layout) {
     using Layout = decltype(layout);
+#if HAS_TILES
+    if (by_amx(a)) {
+      if (a.activation_bits == 8) linear_by_amx<Layout, 8>(a, team);
+      else linear_by_amx<Layout, 16>(a, team);
+      return;
+    }
+#endif
     if (a.activation_bits == 8) quantised_linear<Layout, GroupOf<Layout::group, 8>>(a, team);
     else quantised_linear<Layout, GroupOf<Layout::group, 16>>(a, team);
   });

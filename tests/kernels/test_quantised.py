@@ -86,9 +86,34 @@ def test_a_row_is_the_same_bits_in_any_batch_and_on_any_number_of_threads(varian
     matrix, _ = random_matrix(kind, 130, 576)
     x = torch.randn(300, 576)
     together = product(cpu_ops(variant, 2), x, matrix, bits)
-    assert torch.equal(together, product(cpu_ops(variant, 1), x, matrix, bits))
+    for threads in (1, 3, 5):
+        assert torch.equal(together, product(cpu_ops(variant, threads), x, matrix, bits))
     for rows in (slice(0, 1), slice(7, 9), slice(11, 16), slice(13, 28), slice(293, 300)):
         assert torch.equal(product(cpu_ops(variant, 2), x[rows].contiguous(), matrix, bits), together[rows])
+
+
+def hostile_rows(count: int, inputs: int) -> torch.Tensor:
+    """Numbers of every size, zeros, the smallest and what is no number."""
+    x = torch.randn(count, inputs) * 10 ** (60 * torch.rand(count, inputs // 16) - 30).repeat_interleave(16, dim=1)
+    x[3, 40], x[20, 7], x[45, inputs - 1] = torch.nan, torch.inf, -torch.inf
+    x[33], x[34], x[35, :64] = 0, 1e-44, 0
+    x[36], x[37, 0], x[38] = 127 / 64, 2 - 2**-23, -(2 - 2**-23)
+    return x
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("outputs", "inputs"), [(17, 64), (69, 160), (96, 576)])
+def test_tiles_give_the_bits_that_vectors_give(kind: str, bits: int, outputs: int, inputs: int):
+    tiles, vectors = cpu_ops("amx"), cpu_ops("avx512")
+    matrix, _ = random_matrix(kind, outputs, inputs)
+    x = hostile_rows(70, inputs)
+    expected = product(vectors, x, matrix, bits)
+    assert expected.isnan().any(dim=1).nonzero().flatten().tolist() == [3, 20, 45]
+    for rows in range(1, 71):
+        assert torch.equal(product(tiles, x[:rows], matrix, bits).view(torch.int32), expected[:rows].view(torch.int32))
+        assert torch.equal(
+            product(tiles, x[70 - rows :], matrix, bits).view(torch.int32), expected[70 - rows :].view(torch.int32)
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -99,7 +124,7 @@ def test_the_largest_integers_do_not_overflow(ops: CpuOps, kind: str, bits: int)
     minimums = torch.zeros(32, 64 // form.group) if dtype == torch.uint8 else None
     matrix = QuantisedMatrix(32, 64, form)
     matrix.fill(0, values, torch.ones(32, 64 // form.group), minimums)
-    for x in (torch.ones(5, 64), -torch.ones(5, 64)):
+    for x in (torch.ones(5, 64), -torch.ones(5, 64), torch.ones(33, 64), -torch.ones(33, 64)):
         expected = x.double() @ values.double().T
         torch.testing.assert_close(product(ops, x, matrix, bits).double(), expected, rtol=1e-6, atol=1e-3)
 
