@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernels.cpu_program import Programs
+    from kernels.halves import HalvesMatrix
     from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
     from kernels.reference_step import StepTensors
@@ -64,6 +65,8 @@ class CpuOps(ReferenceOps):
         self._rows = calls.kernel("rows")
         self._quantised_linear = calls.kernel("quantised_linear")
         self._quantised_rows = calls.kernel("quantised_rows")
+        self._halves_linear = calls.kernel("halves_linear")
+        self._halves_rows = calls.kernel("halves_rows")
         self._step_tensors = calls.kernel("step_tensors")
         self._store_tokens = calls.kernel("store_tokens")
 
@@ -308,6 +311,26 @@ class CpuOps(ReferenceOps):
             assert x.dtype == out.dtype == torch.float32
             pointers = weight.tiles.data_ptr(), x.data_ptr(), out.data_ptr()
             kernel(*pointers, x.shape[0], size, outputs, out.stride(0), *numbers, activation_bits)
+
+        return product
+
+    def halves_rows(self, weight: HalvesMatrix, indices: torch.Tensor) -> torch.Tensor:
+        assert indices.dtype == torch.int64
+        assert indices.is_contiguous()
+        (count,), size = indices.shape, weight.shape[1]
+        out = self.empty((count, size), torch.float32)
+        pointers = weight.tiles.data_ptr(), indices.data_ptr(), out.data_ptr()
+        self._halves_rows(*pointers, count, size, _DTYPES[weight.tiles.dtype])
+        return out
+
+    def halves_product(self, weight: HalvesMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        (outputs, size), dtype, kernel = weight.shape, _DTYPES[weight.tiles.dtype], self._halves_linear
+
+        def product(x: torch.Tensor, out: torch.Tensor) -> None:
+            assert x.is_contiguous()
+            assert x.dtype == out.dtype == torch.float32
+            pointers = weight.tiles.data_ptr(), x.data_ptr(), out.data_ptr()
+            kernel(*pointers, x.shape[0], size, outputs, out.stride(0), dtype)
 
         return product
 

@@ -62,6 +62,8 @@ _ARGUMENTS = {
     "quantised_rows": _fields(
         pointer="tiles indices out", long="count size", int="bits group has_minimums wide_scales"
     ),
+    "halves_linear": _fields(pointer="tiles x out", long="rows size outputs stride", int="dtype"),
+    "halves_rows": _fields(pointer="tiles indices out", long="count size", int="dtype"),
     "step_tensors": _fields(
         pointer="token_table block_table rows starts query_starts input_ids positions slots out_query_starts seq_lens "
         "block_tables",

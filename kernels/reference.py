@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kernels.cpu_program import Programs
+    from kernels.halves import HalvesMatrix
     from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
 
@@ -219,6 +220,17 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
 
         return product
 
+    def halves_product(self, weight: HalvesMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """The same of weights of 16 bits; no x is rounded."""
+
+        def product(x: torch.Tensor, out: torch.Tensor) -> None:
+            first = 0
+            for part in weight.chunks():
+                torch.mm(x, part.T, out=out[:, first : first + len(part)])
+                first += len(part)
+
+        return product
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result of operations on integers that are kept, on a CPU."""
         return torch.empty(shape, dtype=dtype)
@@ -229,6 +241,10 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
 
     def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:
         """The weights of some outputs: indices [n], int64, to [n, inputs] float32."""
+        return weight.rows(indices)
+
+    def halves_rows(self, weight: HalvesMatrix, indices: torch.Tensor) -> torch.Tensor:
+        """The same of weights of 16 bits."""
         return weight.rows(indices)
 
     def rows(self, table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@
 #include "amx.h"
 #include "attention.h"
 #include "elementwise.h"
+#include "halves.h"
 #include "low_rank.h"
 #include "quantised.h"
 #include "step.h"
@@ -49,6 +50,10 @@ static const Kernel KERNELS[] = {
      [](const void* args) { return quantised_is_long(*(const QuantisedArgs*)args); },
      [](const void* args, int) { return quantised_scratch(*(const QuantisedArgs*)args); }},
     {"quantised_rows", PLAIN(QuantisedRowsArgs, quantised_rows), many_cells<QuantisedRowsArgs>, no_scratch},
+    {"halves_linear", TYPED(HalvesArgs, halves_linear),
+     [](const void* args) { return halves_is_long(*(const HalvesArgs*)args); },
+     [](const void* args, int threads) { return halves_scratch(*(const HalvesArgs*)args, threads); }},
+    {"halves_rows", TYPED(HalvesRowsArgs, halves_rows), many_cells<HalvesRowsArgs>, no_scratch},
     {"step_tensors", PLAIN(StepArgs, step_tensors), is_short, no_scratch},
     {"store_tokens", PLAIN(StoreTokensArgs, store_tokens), is_short, no_scratch},
 };
