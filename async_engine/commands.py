@@ -87,7 +87,8 @@ def describe(core: CoreReady) -> str:
     room = f"KV cache {core.kv_capacity_tokens} tokens, context {core.max_model_len}"
     if not core.weight_bytes:
         return f"scripted tokens, {room}"
-    memory = f"weights {core.weight_bytes // MIB} MiB + KV cache {core.kv_cache_bytes // MIB} MiB in memory"
+    kinds = f" ({core.weights})" if core.weights else ""
+    memory = f"weights {core.weight_bytes // MIB} MiB{kinds} + KV cache {core.kv_cache_bytes // MIB} MiB in memory"
     return f"{core.dtype} on {core.device}, {room}, {memory}"
 
 

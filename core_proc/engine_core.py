@@ -84,6 +84,7 @@ class EngineCore:
             kv_cache_bytes=info.kv_cache_bytes,
             max_adapters=config.adapters.max_adapters,
             max_adapter_rank=config.adapters.max_adapter_rank,
+            weights=info.weights,
         )
 
     @property

@@ -35,10 +35,11 @@ class HalvesMatrix:
         return self.tiles.nbytes
 
     def fill(self, first: int, weights: torch.Tensor) -> None:
-        """Rows from `first`, which begins a tile: [rows, inputs]."""
+        """Rows from `first`, which begins a tile: [rows, inputs], of the matrix's type or numbers of it."""
         assert first % TILE == 0, "rows come by tiles"
-        spare = -len(weights) % TILE
-        tiles = F.pad(weights, (0, 0, 0, spare)).view(-1, TILE, self.shape[1])
+        if spare := -len(weights) % TILE:
+            weights = F.pad(weights, (0, 0, 0, spare))
+        tiles = weights.reshape(-1, TILE, self.shape[1])
         self.tiles[first // TILE :][: len(tiles)] = tiles.transpose(1, 2)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:

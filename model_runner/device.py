@@ -17,6 +17,7 @@ from model_runner.memory import CudaMemory
 from model_runner.parallel import Workers, make_workers
 from protos.config import MIB
 from protos.errors import StartupError
+from protos.model_spec import ModelSpec
 from protos.place import ONLY
 
 if TYPE_CHECKING:
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
     from model_runner.host_copy import HostCopier
     from model_runner.memory import MemoryMeter
     from protos.config import EngineConfig
-    from protos.model_spec import ModelSpec
+    from protos.model_spec import BasicSpec
     from protos.place import Place
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WEIGHT_BITS = {"int8": 8, "int4": 4}
 CPU_CACHE_LIMIT = 1024 * MIB
 """Largest KV cache taken without being asked for, bytes: a CPU's memory is shared with everything else."""
 
@@ -54,10 +56,12 @@ class DevicePolicy:
     cache_dtype: torch.dtype | None = None
     """Of keys and values in the KV cache; None is the type of all else."""
     workers: Workers = field(default_factory=Workers)
-    keeps_integers: bool = False
-    """Linear layers compute with the integers that a checkpoint has, instead of turning them into floats."""
+    keeps_weights: bool = False
+    """Products take weights as a checkpoint has them, integers or floats of 16 bits, instead of floats of `dtype`."""
+    weight_bits: int = 0
+    """Of the integers that a checkpoint's floats become then; 0 where they stay floats."""
     activation_bits: int = 16
-    """Of what these integers are multiplied with."""
+    """Of what integers are multiplied with."""
     shares_memory: bool = True
     """The device computes on the host's memory: what numpy writes there, tensors see."""
     graphs: Callable[[], GraphBackend] | None = None
@@ -98,7 +102,7 @@ class DevicePolicy:
         return _free_host_memory() // self.workers.place.local_size
 
 
-def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place = ONLY) -> DevicePolicy:
+def make_device(config: EngineConfig, spec: BasicSpec, path: Path, place: Place = ONLY) -> DevicePolicy:
     """The policy the config asks for, for the model at `path`, on the devices that are this worker's. Raises
     StartupError where there are none.
 
@@ -113,13 +117,15 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
     num_threads = config.executor.num_threads or _cores_each(place, on_cpu, config.parallel.data_parallel_size)
     torch.set_num_threads(num_threads)
     name: str = config.model.dtype
-    is_ours_to_choose = name == "auto"
-    if is_ours_to_choose:
+    name_is_auto = name == "auto"
+    if name_is_auto:
         name = "float32" if on_cpu else spec.dtype
     device = torch.device("cpu") if on_cpu else _gpu(place)
     ops = make_ops(device, config.cache.block_size, num_threads)
-    has_integers = path.suffix == ".gguf" and config.model.load_format == "auto"
-    keeps_integers = is_ours_to_choose and has_integers and ops.keeps_integers
+    weight_bits = _weight_bits(config, spec, ops)
+    has_weights_to_keep = config.model.load_format == "auto" and _has_weights_to_keep(config, spec, path)
+    keeps_weights = weight_bits > 0 or (name_is_auto and has_weights_to_keep and ops.keeps_integers)
+    has_integers = keeps_weights and (weight_bits > 0 or path.suffix == ".gguf")
     return DevicePolicy(
         device=device,
         dtype=_DTYPES[name],
@@ -127,22 +133,45 @@ def make_device(config: EngineConfig, spec: ModelSpec, path: Path, place: Place 
         max_steps_in_flight=1 if on_cpu else 2,
         cache_limit=CPU_CACHE_LIMIT // place.local_size if on_cpu else None,
         chunk_cells=1 << 18 if on_cpu else 1 << 26,
-        cache_dtype=_cache_dtype(config, ops, _DTYPES[name], keeps_integers),
+        cache_dtype=_cache_dtype(config, ops, _DTYPES[name], has_integers),
         workers=make_workers(place, device),
-        keeps_integers=keeps_integers,
+        keeps_weights=keeps_weights,
+        weight_bits=weight_bits,
         activation_bits=int(config.model.activation_bits),
         shares_memory=on_cpu,
-        graphs=_graphs(config, place, device, ops if keeps_integers else None),
+        graphs=_graphs(config, place, device, ops if keeps_weights else None),
         memory=None if on_cpu else CudaMemory(device),
         to_host=copy_here if on_cpu else CudaCopier(device),
     )
 
 
-def _cache_dtype(config: EngineConfig, ops: Ops, dtype: torch.dtype, keeps_integers: bool) -> torch.dtype | None:
+def _weight_bits(config: EngineConfig, spec: BasicSpec, ops: Ops) -> int:
+    """What floats become as --quantization says; 0 for floats. Raises StartupError where they cannot."""
+    name = config.model.quantization
+    if name not in _WEIGHT_BITS:
+        return 0
+    if not ops.keeps_integers:
+        raise StartupError(f"--quantization {name} is for a CPU with the C++ kernels; leave it at auto")
+    if config.model.dtype != "auto":
+        raise StartupError(f"--quantization {name} does not go with --dtype {config.model.dtype}; leave that at auto")
+    if not isinstance(spec, ModelSpec):
+        raise StartupError(
+            f"--quantization {name}: architecture {spec.architecture} is computed by transformers' own code, on floats"
+        )
+    return _WEIGHT_BITS[name]
+
+
+def _has_weights_to_keep(config: EngineConfig, spec: BasicSpec, path: Path) -> bool:
+    """Whether the files have more than floats of 32 bits; of a GGUF file, floats may be asked for."""
+    is_small = isinstance(spec, ModelSpec) and spec.dtype != "float32"
+    return is_small and not (path.suffix == ".gguf" and config.model.quantization == "none")
+
+
+def _cache_dtype(config: EngineConfig, ops: Ops, dtype: torch.dtype, has_integers: bool) -> torch.dtype | None:
     wanted: str = config.cache.kv_cache_dtype
     if wanted == "auto":
         # Products with integers are not float32's to the last bit either: see tests.bench.agreement.
-        return torch.float16 if keeps_integers else None
+        return torch.float16 if has_integers else None
     if wanted == "fp8":
         if not ops.takes_fp8_cache:
             raise StartupError("--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more")
@@ -153,14 +182,14 @@ def _cache_dtype(config: EngineConfig, ops: Ops, dtype: torch.dtype, keeps_integ
 
 
 def _graphs(
-    config: EngineConfig, place: Place, device: torch.device, integer_ops: Ops | None = None
+    config: EngineConfig, place: Place, device: torch.device, kept_ops: Ops | None = None
 ) -> Callable[[], GraphBackend] | None:
     """What a stage waits for and hands on is not part of a recording; nor, on a CPU, are torch's own products of
-    floats, and what workers add up. `integer_ops` compute with integers."""
+    floats, and what workers add up. `kept_ops` take weights as they are kept."""
     if config.executor.graphs == "off" or place.pipeline_size > 1:
         return None
     if device.type == "cpu":
-        return integer_ops.programs if integer_ops is not None and place.tensor_size == 1 else None
+        return kept_ops.programs if kept_ops is not None and place.tensor_size == 1 else None
     return lambda: CudaGraphs(device)
 
 

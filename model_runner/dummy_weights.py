@@ -44,14 +44,15 @@ class DummyCheckpoint:
             target = table[tensor.name]
             ours = target.tensor
             # Random numbers come in the order of memory, not of a view.
-            whole = ours if ours.shape == tensor.shape and ours.is_contiguous() else ours.new_empty(tensor.shape)
-            generator = generator or torch.Generator(ours.device)
+            is_all = not target.kept and ours.shape == tensor.shape and ours.is_contiguous()
+            device = None if target.kept else ours.device
+            whole = ours if is_all else torch.empty(tensor.shape, dtype=ours.dtype, device=device)
+            generator = generator or torch.Generator(whole.device)
             generator.manual_seed(SEED ^ zlib.crc32(tensor.name.encode()))
             if whole.ndim > 1:
                 whole.normal_(0.0, tensor.shape[-1] ** -0.5, generator=generator)
             else:
                 whole.fill_(0.0 if tensor.name.endswith("bias") else 1.0)
             if whole is not ours:
-                for part, view in target.pieces():
-                    view.copy_(whole[part])
+                target.store(whole)
             yield target.share(tensor.nbytes)

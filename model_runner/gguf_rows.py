@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from model_runner.target import Target
 
-_CHUNK_WEIGHTS = 1 << 18
+_CHUNK_WEIGHTS = 1 << 17
 """Weights read at a time, so that they are still in the cache when they are copied."""
 QUANTISED_FORMATS = {
     2: QuantisedFormat(4, 32, True, torch.float16),

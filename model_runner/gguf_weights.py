@@ -1,8 +1,9 @@
 """GGUFCheckpoint: the tensors of a GGUF file under their Hugging Face names, dequantised as they are read where the
-model does not keep integers."""
+model does not keep them as they are."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kernels.quantised import TILE
 from model_runner.checkpoint import CheckpointTensor
 from model_runner.dequantise import can_dequantise
 from model_runner.gguf_rows import QUANTISED_FORMATS, can_keep, in_halves, read_floats, read_integers
@@ -44,6 +46,8 @@ _NAMES = {
 """From a tensor's name in GGUF, without block number and suffix, to its Hugging Face name; those of Llama."""
 _IN_THE_SPEC = {"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"}
 """Tensors that the ModelSpec has already read."""
+_STORED = {1: torch.float16, 30: torch.bfloat16}
+"""Types of 16 bits, by ggml type id: what is read of them as float32 is made the same again."""
 _BLOCK_NAME = re.compile(r"blk\.(\d+)\.(\w+)(?:\.(\d+))?\.(weight|bias)")
 """With the number of an expert, in old files."""
 _OTHER_NAME = re.compile(r"(\w+)\.(weight|bias)")
@@ -99,6 +103,10 @@ class GGUFCheckpoint:
                     minimums = None if ours.minimums is None else torch.from_numpy(ours.minimums)
                     matrix.fill(rows.start, torch.from_numpy(ours.values), torch.from_numpy(ours.scales), minimums)
             return
+        dtype, unit = _STORED.get(entry.type, torch.float32), math.lcm(TILE, max(1, 2 * pairs))
+        for part, kept in target.kept_pieces():
+            for rows, weights in read_floats(data, tensor.shape, part, entry.type, unit):
+                kept.fill(rows.start, torch.from_numpy(in_halves(weights, pairs)), dtype)
         for part, view in target.pieces():
             for rows, weights in read_floats(data, tensor.shape, part, entry.type, 2 * pairs):
                 view[rows] = torch.from_numpy(in_halves(weights, pairs))

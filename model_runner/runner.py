@@ -19,7 +19,7 @@ from model_runner.models import make_model
 from model_runner.pending_step import PendingStep
 from model_runner.sampler import Sampler
 from model_runner.stage import StageLink
-from model_runner.weights import load_weights, whole_table
+from model_runner.weights import held_as, load_weights, whole_table
 from protos.step import WorkerInfo
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class ModelRunner:
             max_steps_in_flight=self._config.scheduler.max_steps_in_flight
             or max(self._policy.max_steps_in_flight, self._place.pipeline_size),
             num_stages=self._place.pipeline_size,
+            weights=held_as(table, self._policy),
         )
 
     @torch.inference_mode()

@@ -72,9 +72,9 @@ class SafetensorsCheckpoint:
         if weights.shape != tensor.shape:
             rows = weights.view(-1, *tensor.shape[1:])
             weights = rows[tensor.first_row : tensor.first_row + tensor.shape[0]]
-        for part, view in target.pieces():
-            view.copy_(weights[part])
-            if self._norm_offset and tensor.name.endswith("norm.weight"):
+        target.store(weights)
+        if self._norm_offset and tensor.name.endswith("norm.weight"):
+            for _, view in target.pieces():
                 view += self._norm_offset
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from model_runner.kept import type_name
 from model_runner.shard import all_of
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Target:
     """What holds the rows of each shard, where they may stay as the checkpoint has them: the tensor then is a shape."""
     linear: AddedRows | None = None
     """Where it is of a Linear, that one's adapters."""
+    is_turned: bool = False
+    """The checkpoint has what is kept with rows and columns exchanged."""
 
     @classmethod
     def whole(cls, tensor: torch.Tensor) -> Target:
@@ -38,12 +41,13 @@ class Target:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the checkpoint's tensor."""
-        return tuple(sum(shard.whole for shard in axis) for axis in self.axes)
+        axes = self.axes[::-1] if self.is_turned else self.axes
+        return tuple(sum(shard.whole for shard in axis) for axis in axes)
 
     @property
     def turned(self) -> Target:
         """The same for a checkpoint with rows and columns exchanged."""
-        return Target(self.tensor.mT, self.axes[::-1])
+        return replace(self, is_turned=True) if self.kept else Target(self.tensor.mT, self.axes[::-1])
 
     def share(self, nbytes: int) -> int:
         """Of the bytes of the checkpoint's tensor, those of the part."""
@@ -53,17 +57,33 @@ class Target:
     def nbytes(self) -> int:
         return sum(kept.nbytes for kept in self.kept) or self.tensor.nbytes
 
+    def held(self) -> Iterator[tuple[str, int]]:
+        """What it is, in words, with its bytes."""
+        if not self.kept:
+            yield type_name(self.tensor), self.tensor.nbytes
+        for kept in self.kept:
+            yield kept.kind, kept.nbytes
+
+    def store(self, weights: torch.Tensor) -> None:
+        """The checkpoint's tensor, of which the parts are taken."""
+        if self.is_turned:
+            weights = weights.mT
+        for place, kept in self.kept_pieces():
+            kept.fill(0, weights[place], weights.dtype)
+        for place, view in self.pieces():
+            view.copy_(weights[place])
+
     def pieces(self) -> Iterator[tuple[tuple[slice, ...], torch.Tensor]]:
-        """Where in the checkpoint's tensor each part lies, and the view of ours that it fills."""
+        """Where in the checkpoint's tensor each part lies, and the view of ours that it fills; none of what is kept."""
         if self.kept:
-            for place, kept in self.kept_pieces():
-                yield place, kept.floats()[: place[0].stop - place[0].start]
             return
         for places in itertools.product(*(_side_by_side(axis) for axis in self.axes)):
             yield tuple(theirs for theirs, _ in places), self.tensor[tuple(ours for _, ours in places)]
 
     def kept_pieces(self) -> Iterator[tuple[tuple[slice, ...], Kept]]:
-        """The same, with what keeps the part."""
+        """The same of what is kept, with what keeps the part."""
+        if not self.kept:
+            return
         rows, (columns,) = (list(_side_by_side(axis)) for axis in self.axes)
         for (theirs, _), kept in zip(rows, self.kept, strict=True):
             yield (theirs, columns[0]), kept

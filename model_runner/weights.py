@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -53,6 +54,22 @@ def load_weights(
         for nbytes in checkpoint.read(wanted, table):
             done += nbytes
             report(done, total)
+
+
+def held_as(table: dict[str, Target], policy: DevicePolicy) -> str:
+    """What matrices are held as, in words, the most bytes first; nothing where all are floats of the policy's type."""
+    sizes: Counter[str] = Counter()
+    for target in table.values():
+        if len(target.shape) > 1:
+            for kind, nbytes in target.held():
+                sizes[kind] += nbytes
+    if set(sizes) <= {policy.dtype_name}:
+        return ""
+    shares = [(kind, round(100 * size / max(1, sizes.total()))) for kind, size in sizes.most_common()]
+    kinds = [f"{kind} {share} %" for kind, share in shares if share]
+    is_rounded = any("integers" in kind for kind in sizes)
+    told = ", ".join(kinds) if len(kinds) > 1 else shares[0][0]
+    return told + f"; activations {policy.activation_bits} bits" * is_rounded
 
 
 def check_weights(path: Path, spec: ModelSpec, load_format: LoadFormat, policy: DevicePolicy) -> None:

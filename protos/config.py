@@ -31,6 +31,7 @@ LoadFormat = Literal["auto", "dummy"]
 CacheDType = Literal["auto", "float32", "float16", "fp8"]
 Graphs = Literal["auto", "off"]
 ActivationBits = Literal["8", "16"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 
 
 class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,14 +47,22 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         DType,
         Meta(
-            description="weights and KV cache; auto is float32 on a CPU, where integers of GGUF files stay as they "
-            "are, and the checkpoint's own on a GPU"
+            description="weights and KV cache; auto is the checkpoint's own on a GPU; on a CPU it is float32, and "
+            "weights of products stay as the checkpoint has them: integers of GGUF files, 16-bit floats"
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Meta(
+            description="weights of products on a CPU: auto is as the checkpoint has them; none is floats, also of a "
+            "GGUF file's integers; int8 and int4 make integers of floats at load (with int4 the head and the embedding "
+            "have 8 bits), which changes some tokens"
         ),
     ] = "auto"
     activation_bits: Annotated[
         ActivationBits,
         Meta(
-            description="what products with a file's integers round the other side to, on a CPU; 8 is faster in "
+            description="what products with integers round the other side to, on a CPU; 8 is faster in "
             "batches and for prompts, and changes some tokens"
         ),
     ] = "16"

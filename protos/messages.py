@@ -245,6 +245,8 @@ class CoreReady(msgspec.Struct, frozen=True, tag="ready", array_like=True):
     kv_cache_bytes: int
     max_adapters: int = 0
     max_adapter_rank: int = 0
+    weights: str = ""
+    """What matrices are held as, in words, where that is not `dtype`."""
 
 
 class CoreFailed(msgspec.Struct, frozen=True, tag="failed", array_like=True):

@@ -125,3 +125,5 @@ class WorkerInfo(msgspec.Struct, frozen=True, array_like=True):
     num_stages: int = 1
     """Stages of the pipeline that a step passes. If there are several, only the last sees what was drawn, so a row is
     not in a step before its last token is back, and steps say which it is."""
+    weights: str = ""
+    """What matrices are held as, in words."""

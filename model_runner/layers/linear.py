@@ -23,9 +23,9 @@ class Linear:
     make of it is added up, and each has all of y.
     """
 
-    def __init__(self, ins: Shard, outs: list[Shard], bias: bool, policy: DevicePolicy) -> None:
+    def __init__(self, ins: Shard, outs: list[Shard], bias: bool, policy: DevicePolicy, least_bits: int = 0) -> None:
         self._ins, self._outs = ins, outs
-        self.weight = Matrix([out.size for out in outs], ins.size, policy)
+        self.weight = Matrix([out.size for out in outs], ins.size, policy, least_bits)
         size = sum(out.size for out in outs)
         self.bias = torch.empty(size, dtype=policy.dtype, device=policy.device) if bias else None
         self.added = Added(policy.ops)

@@ -1,4 +1,4 @@
-"""Matrix: the weights of products y = x W^T, as floats or as the integers that the checkpoint has."""
+"""Matrix: the weights of products y = x W^T, as floats of one type, or packed as what the checkpoint has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kernels.halves import HalvesMatrix
 from kernels.quantised import TILE, QuantisedMatrix
 from model_runner.kept import Kept
 from model_runner.target import Target
@@ -19,18 +20,21 @@ if TYPE_CHECKING:
     from model_runner.shard import Shard
 
     Product = Callable[[torch.Tensor, torch.Tensor], None]
+    Weights = QuantisedMatrix | HalvesMatrix | torch.Tensor
 
 
 class Matrix:
     """W [sum of row counts, columns]: the rows of several tensors of the checkpoint, one above the other.
 
-    On a policy that keeps integers, W is a list of parts of one kind each; else it is one tensor of the policy's type.
+    On a policy that keeps weights, W is a list of parts of one kind each; else it is one tensor of the policy's type.
     """
 
-    def __init__(self, row_counts: list[int], columns: int, policy: DevicePolicy) -> None:
+    def __init__(self, row_counts: list[int], columns: int, policy: DevicePolicy, least_bits: int = 0) -> None:
+        """Of integers that a checkpoint's floats become, these have so many bits at least; with 16 they stay floats."""
         self._ops, self._activation_bits = policy.ops, policy.activation_bits
         self._ends = list(accumulate(row_counts))
-        self._kept = [Kept(count, columns) for count in row_counts] if policy.keeps_integers else []
+        bits = policy.weight_bits and max(policy.weight_bits, least_bits)
+        self._kept = [Kept(count, columns, bits) for count in row_counts] if policy.keeps_weights else []
         self._products: list[tuple[slice, Product]] = []
         """Of rows of what was kept, once it is used."""
         self.floats = torch.empty(0)
@@ -52,13 +56,17 @@ class Matrix:
         if not self._kept:
             return F.linear(x, self.floats, bias)
         out = self._ops.empty((x.shape[0], self._ends[-1]), x.dtype)
+        self.multiply(x, out)
+        return out if bias is None else self._ops.add(out, bias)
+
+    def multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """The same into out [T, rows], of weights that are kept."""
         parts = self._products or self._make_products()
         if len(parts) == 1:
             parts[0][1](x, out)
         else:
             for rows, product in parts:
                 product(x, out[:, rows])
-        return out if bias is None else self._ops.add(out, bias)
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Some rows of a matrix that is one tensor's: indices [n] to [n, columns]."""
@@ -68,6 +76,8 @@ class Matrix:
         assert part is not None, "weights come first"
         if isinstance(part, QuantisedMatrix):
             return self._ops.quantised_rows(part, indices)
+        if isinstance(part, HalvesMatrix):
+            return self._ops.halves_rows(part, indices)
         return self._ops.rows(part, indices)
 
     def _make_products(self) -> list[tuple[slice, Product]]:
@@ -78,9 +88,12 @@ class Matrix:
             rows = slice(first, first := first + sum(part.shape[0] for part in kept))
             weights = _joined([part.weights for part in kept])
             if isinstance(weights, QuantisedMatrix):
-                self._products.append((rows, self._ops.quantised_product(weights, self._activation_bits)))
+                product = self._ops.quantised_product(weights, self._activation_bits)
+            elif isinstance(weights, HalvesMatrix):
+                product = self._ops.halves_product(weights)
             else:
-                self._products.append((rows, _product(weights)))
+                product = _product(weights)
+            self._products.append((rows, product))
             if len(kept) > 1:
                 for part in kept:
                     part.weights = None
@@ -96,15 +109,19 @@ def _product(weights: torch.Tensor) -> Product:
 
 def _kind(part: Kept) -> object:
     """Equal for neighbours that may become one."""
-    if not isinstance(part.weights, QuantisedMatrix):
+    if not isinstance(part.weights, QuantisedMatrix | HalvesMatrix):
         return None
-    return part.weights.format if part.shape[0] % TILE == 0 else part
+    if part.shape[0] % TILE:
+        return part
+    return part.weights.format if isinstance(part.weights, QuantisedMatrix) else part.weights.tiles.dtype
 
 
-def _joined(weights: list[QuantisedMatrix | torch.Tensor | None]) -> QuantisedMatrix | torch.Tensor:
+def _joined(weights: list[Weights | None]) -> Weights:
+    """All of one kind."""
     if len(weights) == 1 and weights[0] is not None:
         return weights[0]
-    quantised = [part for part in weights if isinstance(part, QuantisedMatrix)]
-    if quantised:
+    if quantised := [part for part in weights if isinstance(part, QuantisedMatrix)]:
         return QuantisedMatrix.joined(quantised)
+    if halves := [part for part in weights if isinstance(part, HalvesMatrix)]:
+        return HalvesMatrix.joined(halves)
     return torch.cat([part for part in weights if isinstance(part, torch.Tensor)])

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from model_runner.layers.experts import Experts
 from model_runner.layers.linear import Linear
 from model_runner.layers.mlp import gated_activation
 from model_runner.shard import all_of, evenly
-from model_runner.target import Target
 
 if TYPE_CHECKING:
     from model_runner.device import DevicePolicy
+    from model_runner.target import Target
     from protos.model_spec import ModelSpec
 
 
@@ -24,24 +25,19 @@ class MoE:
 
     def __init__(self, spec: ModelSpec, policy: DevicePolicy) -> None:
         assert spec.moe is not None
-        self._moe, self._ops = spec.moe, policy.ops
-        self._workers = policy.workers
-        self._hidden, self._inner = all_of(spec.hidden_size), evenly(spec.moe.intermediate_size, self._workers.place)
-        experts, hidden, inner = spec.moe.num_experts, self._hidden.size, self._inner.size
-        self.router = Linear(self._hidden, [all_of(experts)], False, policy)
-        self.gate_up = torch.empty(experts, 2 * inner, hidden, dtype=policy.dtype, device=policy.device)
-        self.down = torch.empty(experts, hidden, inner, dtype=policy.dtype, device=policy.device)
+        self._moe, self._workers = spec.moe, policy.workers
+        hidden, inner = all_of(spec.hidden_size), evenly(spec.moe.intermediate_size, self._workers.place)
+        experts = spec.moe.num_experts
+        # Which experts a token goes to is not worth rounding.
+        self.router = Linear(hidden, [all_of(experts)], False, policy, least_bits=16)
+        self.gate_up = Experts(experts, hidden, [inner, inner], policy)
+        self.down = Experts(experts, inner, [hidden], policy)
         self._expert_ids = torch.arange(experts, device=policy.device)
         self._gated = gated_activation(spec.hidden_act, policy.ops)
 
     def weights(self) -> dict[str, Target]:
-        table = self.router.slices(["gate"])
-        rows, columns = ((self._inner,), (self._hidden,)), ((self._hidden,), (self._inner,))
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            gate, up = gate_up.chunk(2)
-            parts = {"gate_proj": Target(gate, rows), "up_proj": Target(up, rows), "down_proj": Target(down, columns)}
-            table |= {f"experts.{expert}.{name}.weight": part for name, part in parts.items()}
-        return table
+        experts = self.gate_up.slices(["gate_proj", "up_proj"]) | self.down.slices(["down_proj"])
+        return self.router.slices(["gate"]) | experts
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden]."""
@@ -51,8 +47,7 @@ class MoE:
             weights /= weights.sum(-1, keepdim=True)
         experts, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(experts, self._expert_ids, right=True)
-        gated = self._gated(self._ops.grouped_matmul(x[order // per_token], self.gate_up, ends))
-        out = self._ops.grouped_matmul(gated, self.down, ends)
+        out = self.down.times(self._gated(self.gate_up.times(x[order // per_token], ends)), ends)
         return self._workers.all_reduce(combine(torch.empty_like(out).index_copy_(0, order, out), weights))
 
 

@@ -21,7 +21,7 @@ class Vocabulary:
         self._workers = policy.workers
         self._tokens, self._size = vocabulary(vocab_size, self._workers.place), size
         rows = rows_each(vocab_size, self._workers.place)
-        self.weight = Matrix([rows], size, policy)
+        self.weight = Matrix([rows], size, policy, least_bits=8)
         self.weight.floats[self._tokens.size :].zero_()
 
     def slices(self, name: str) -> dict[str, Target]:

@@ -1,6 +1,6 @@
 """Loads models, each in a process of its own, and tells how much memory that took at its peak.
 
-    python -m tests.model_runner.load_peak RANK SIZE PATH...
+    python -m tests.model_runner.load_peak RANK SIZE [QUANTIZATION:]PATH...
 
 as one of so many workers, writes a line for each: bytes of the weights, and what the process held at most beside what
 it held before.
@@ -21,8 +21,18 @@ from protos.model_files import read_model_spec
 from protos.place import Place
 
 
-def load(path: Path, place: Place) -> int:
-    config = build(EngineConfig, model=str(path), num_kv_blocks=8, max_num_seqs=2, num_threads=1, device="cpu")
+def load(what: str, place: Place) -> int:
+    quantization, _, path_name = what.rpartition(":")
+    path, quantization = Path(path_name), quantization or "auto"
+    config = build(
+        EngineConfig,
+        model=path_name,
+        quantization=quantization,
+        num_kv_blocks=8,
+        max_num_seqs=2,
+        num_threads=1,
+        device="cpu",
+    )
     spec = read_model_spec(path)
     runner = ModelRunner(config, spec, (), make_device(config, spec, path, place))
     return runner.load(path, lambda done, total: None).weight_bytes
@@ -37,15 +47,15 @@ def kilobytes(name: str) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     place = Place(rank=int(sys.argv[1]), tensor_size=int(sys.argv[2]))
-    small, *paths = [Path(argument) for argument in sys.argv[3:]]
-    for path in paths:
+    small, *loads = sys.argv[3:]
+    for what in loads:
         if os.fork():
             os.wait()
             continue
         load(small, place)  # brings in the code of a load
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held now
         before = kilobytes("VmRSS")
-        weight_bytes = load(path, place)
+        weight_bytes = load(what, place)
         sys.stdout.write(f"{weight_bytes} {(kilobytes('VmHWM') - before) << 10}\n")
         sys.stdout.flush()
         os._exit(0)

@@ -20,7 +20,7 @@ from protos.place import Place
 from tests.model_runner.driver import Driver
 from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.test_tiny_greedy import FAMILIES, IN_GGUF
-from tests.model_runner.tiny import chunk_logits, kept_weights, load_tiny, make_runner, save_tiny, tensors
+from tests.model_runner.tiny import as_floats, chunk_logits, kept_weights, load_tiny, make_runner, save_tiny, tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,28 +96,28 @@ def test_workers_keep_their_parts(architecture: str, tmp_path: Path):
         kept = kept_weights(runner)
         assert any("mlp" in name for name in kept)
         for name, target in runner.model.weights().items():
-            pieces = target.kept_pieces() if target.kept else target.pieces()
+            pieces = [*target.kept_pieces(), *target.pieces()]
             theirs = torch.cat([whole[name][place] for place, _ in pieces])
-            ours = kept[name] if name in kept else torch.cat([view for _, view in target.pieces()])
+            held = [as_floats(kept.weights) for kept in target.kept] or [view for _, view in target.pieces()]
+            ours = torch.cat(held)
             torch.testing.assert_close(ours[: len(theirs)], theirs, atol=0, rtol=0)
 
 
 def test_parts_that_cannot_be_one_product_are_several():
     """Rows that end inside a tile, and floats among integers."""
     cpu = torch.device("cpu")
-    policy = DevicePolicy(cpu, torch.float32, make_ops(cpu, 16, 1), 1, None, 1, keeps_integers=True)
+    policy = DevicePolicy(cpu, torch.float32, make_ops(cpu, 16, 1), 1, None, 1, keeps_weights=True)
     counts = [16, 8, 32, 24, 40]
     matrix = Matrix(counts, 64, policy)
     target = matrix.target(0, tuple(all_of(count) for count in counts), all_of(64))
     torch.manual_seed(0)
     for kept, count in zip(target.kept, counts, strict=True):
         if count == 24:
-            kept.floats().copy_(torch.randn(24, 64))
+            kept.fill(0, torch.randn(24, 64), torch.float32)
         else:
             values = torch.randint(-9, 9, (count, 64)).to(torch.int8)
             kept.integers(QUANTISED_FORMATS[8]).fill(0, values, torch.rand(count, 2).half().float(), None)
-    parts = [kept.weights for kept in target.kept]
-    weights = torch.cat([part if isinstance(part, torch.Tensor) else torch.cat(list(part.chunks())) for part in parts])
+    weights = torch.cat([as_floats(kept.weights) for kept in target.kept])
     x, bias = torch.randn(3, 64), torch.randn(120)
     torch.testing.assert_close(matrix.times(x, bias), x @ weights.T + bias, atol=1e-2, rtol=0)
 

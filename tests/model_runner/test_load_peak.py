@@ -48,9 +48,11 @@ def shards() -> list[dict[str, tuple[int, ...]]]:
     return [rest, *(layer(number) for number in range(LAYERS))]
 
 
-def write_safetensors(directory: Path, files: list[dict[str, tuple[int, ...]]], dtype: torch.dtype) -> None:
+def write_safetensors(
+    directory: Path, files: list[dict[str, tuple[int, ...]]], dtype: torch.dtype, told: str = "float32"
+) -> None:
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps(CONFIG))
+    (directory / "config.json").write_text(json.dumps(CONFIG | {"dtype": told}))
     for number, shapes in enumerate(files):
         tensors = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
         save_file(tensors, directory / f"model-{number:05}.safetensors")
@@ -79,20 +81,28 @@ def test_beside_the_model_a_load_holds_one_shard(tmp_path: Path):
     write_safetensors(tmp_path / "cast", shards(), torch.float16)
     whole = {name: shape for shard in shards() for name, shape in shard.items()}
     write_safetensors(tmp_path / "single", [whole], torch.float32)
+    write_safetensors(tmp_path / "kept", shards(), torch.float16, "float16")
     write_gguf(tmp_path / "tiny.gguf")
     write_directory(tmp_path / "small")
-    paths = [tmp_path / name for name in ("same", "cast", "single", "tiny.gguf")]
+    names = ["same", "cast", "single", "kept", "tiny.gguf", "int4:kept"]
+    loads = [":".join([*how, str(tmp_path / name)]) for *how, name in (name.split(":") for name in names)]
     result = subprocess.run(
-        [sys.executable, "-m", "tests.model_runner.load_peak", "0", "1", *map(str, [tmp_path / "small", *paths])],
+        [sys.executable, "-m", "tests.model_runner.load_peak", "0", "1", str(tmp_path / "small"), *loads],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
     lines = [tuple(map(int, line.split())) for line in result.stdout.splitlines()]
-    beside = {path.name: peak - weight_bytes for path, (weight_bytes, peak) in zip(paths, lines, strict=True)}
-    assert {weight_bytes for weight_bytes, _ in lines} == {TOTAL}
+    beside = {name: peak - weight_bytes for name, (weight_bytes, peak) in zip(names, lines, strict=True)}
+    norms = 4 * HIDDEN * (2 * LAYERS + 1)
+    halves = (TOTAL - norms) // 2 + norms
+    embedding, matrices = VOCAB * HIDDEN, (halves - norms) // 2 - VOCAB * HIDDEN
+    integers = matrices * 20 // 32 + embedding * 34 // 32 + norms
+    assert [weight_bytes for weight_bytes, _ in lines] == [TOTAL, TOTAL, TOTAL, halves, halves, integers]
     assert 0 < beside["same"] < 16 * MIB + SLACK
     assert 0 < beside["cast"] < 8 * MIB + SLACK
+    assert 0 < beside["kept"] < 8 * MIB + SLACK
+    assert 0 < beside["int4:kept"] < 8 * MIB + 2 * SLACK
     assert 0 < beside["single"] < MAPPED_BYTES + 4 * MIB + SLACK
     assert 0 < beside["tiny.gguf"] < 4 * MIB + SLACK

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from kernels.halves import HalvesMatrix
     from model_runner.device import DevicePolicy
     from model_runner.parallel import Workers
 
@@ -89,10 +90,16 @@ def load_tiny(path: Path, **options: Any) -> ModelRunner:
     return runner
 
 
+def as_floats(weights: QuantisedMatrix | HalvesMatrix | torch.Tensor | None) -> torch.Tensor:
+    """Of a part of a matrix, in whatever way it is kept."""
+    assert weights is not None
+    return weights if isinstance(weights, torch.Tensor) else torch.cat(list(weights.chunks()))
+
+
 def kept_weights(runner: ModelRunner) -> dict[str, torch.Tensor]:
     """In floats, the tensors that the model keeps as integers. Only before it has run."""
     return {
-        name: torch.cat([torch.cat(list(kept.weights.chunks())) for kept in target.kept])
+        name: torch.cat([as_floats(kept.weights) for kept in target.kept])
         for name, target in runner.model.weights().items()
         if target.kept and all(isinstance(kept.weights, QuantisedMatrix) for kept in target.kept)
     }
