@@ -24,8 +24,9 @@ class FairQueue:
     def __init__(self) -> None:
         self._tiers: dict[int, _Tier] = {}
 
-    def push(self, request: Request) -> None:
-        self._tiers.setdefault(request.params.priority, _Tier()).push(request)
+    def push(self, request: Request, was_aside: bool = False) -> None:
+        """A request that comes, or comes back: one that was merely set aside costs its caller nothing."""
+        self._tiers.setdefault(request.params.priority, _Tier()).push(request, was_aside)
 
     def first(self) -> Request | None:
         return self._tiers[min(self._tiers)].first() if self._tiers else None
@@ -71,14 +72,14 @@ class _Tier:
     def cost(self) -> float:
         return sum(line.cost for line in self._lines.values())
 
-    def push(self, request: Request) -> None:
+    def push(self, request: Request, was_aside: bool) -> None:
         line = self._lines.get(request.params.caller)
         if line is None:
             if len(self._lines) > 2 * self.num_waiting + 64:
                 # Accounts of callers that left. What they owe is forgotten rather than kept for ever.
                 self._lines = {caller: line for caller, line in self._lines.items() if len(line)}
             line = self._lines[request.params.caller] = _Line()
-        if not len(line):
+        if not len(line) and not was_aside:
             line.served = max(line.served, self._level)
         line.push(request)
         self.num_waiting += 1

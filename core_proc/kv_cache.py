@@ -43,12 +43,16 @@ class KVCache:
         """Whether blocks will become free when steps in flight return."""
         return bool(self._deferred)
 
-    def lookup(self, request: Request) -> list[int]:
-        """Cached blocks that begin the request's tokens, at most all but its last token."""
+    def num_shareable(self, request: Request) -> int:
+        """Leading blocks that it may share with others, while it waits: at most all but its last token."""
         if not self.prefix_caching or not request.reads_cache:
-            return []
+            return 0
+        return min(len(request.block_hashes), (request.num_waiting_tokens - 1) // self.block_size)
+
+    def lookup(self, request: Request) -> list[int]:
+        """Cached blocks that begin the request's tokens."""
         hits: list[int] = []
-        for block_hash in request.block_hashes[: (request.num_waiting_tokens - 1) // self.block_size]:
+        for block_hash in request.block_hashes[: self.num_shareable(request)]:
             block = self.pool.cached(block_hash)
             if block is None:
                 break

@@ -74,9 +74,20 @@ class RequestQueue:
             self._held.remove(request)
             self._enqueue(request)
 
-    def _enqueue(self, request: Request) -> None:
+    def set_aside(self, request: Request) -> None:
+        """Holds back one that could be served."""
+        self.remove(request)
+        self.hold(request)
+
+    def take_back(self, request: Request) -> None:
+        """Releases one that was set aside, to the place that it had."""
+        if request in self._held:
+            self._held.remove(request)
+            self._enqueue(request, was_aside=True)
+
+    def _enqueue(self, request: Request, was_aside: bool = False) -> None:
         if request.is_new:
-            self._new.push(request)
+            self._new.push(request, was_aside)
         else:
             heapq.heappush(self._returning, (request.key, request))
 

@@ -5,8 +5,9 @@ add ──► WAITING ──start──► RUNNING ──finish──► FINISHE
            └────── preempt ───┘                   │
            └───────────── finish ─────────────────┘
 
-Three kinds of request are held back in the queue: those whose grammar is being compiled, siblings,
-which wait until the prompt they share is computed, and suspects, which wait for their trial.
+Four kinds of request are held back in the queue: those whose grammar is being compiled, siblings,
+which wait until the prompt they share is computed, followers, which wait for a common beginning, and
+suspects, which wait for their trial.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from core_proc.request import OUTPUT_COST, Request, State
 from core_proc.request_queue import RequestQueue
 from core_proc.rows import Rows
 from core_proc.timers import Timers
+from protos.errors import InvalidRequestError, OverloadedError
 from protos.messages import Admitted, CoreStats, Finished, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from core_proc.kv_cache import KVCache
+    from protos.errors import TailraceError
 
 
 class RequestTable:
@@ -190,6 +193,15 @@ class RequestTable:
                 retry_after=retry_after,
             ),
         )
+
+    def refuse(self, request: Request, error: TailraceError) -> None:
+        """Ends a request that turned out to be wrong, or too much, before it ran."""
+        if isinstance(error, InvalidRequestError):
+            self.finish(request, FinishReason.INVALID, error.description, field=error.field)
+        elif isinstance(error, OverloadedError):
+            self.finish(request, FinishReason.OVERLOADED, str(error))
+        else:
+            self.finish(request, FinishReason.ERROR, str(error))
 
     def _settle(self, request: Request, reason: FinishReason) -> None:
         """Its caller pays for what was drawn."""

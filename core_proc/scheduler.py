@@ -18,12 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from core_proc.chunk import Chunks, StepBudget
+from core_proc.followers import Followers
 from core_proc.intake import Intake, StepInFlight
 from core_proc.request import Request, State
 from core_proc.request_table import RequestTable
 from core_proc.step_draft import StepDraft
 from core_proc.suspects import Suspects
-from protos.errors import InvalidRequestError, OverloadedError, TailraceError
+from protos.errors import TailraceError
 from protos.messages import FinishReason
 from protos.step import EMPTY, GrammarMask, SchedulerOutput
 
@@ -74,6 +75,7 @@ class Scheduler:
         self._waiting = self.table.waiting
         self._vocab_size = vocab_size
         self._intake = Intake(self.table, eos_token_ids, vocab_size)
+        self._followers = Followers(self._waiting, kv_cache)
         self._pace = self.table.pace
         self._suspects = Suspects()
         self._shares = shares
@@ -119,7 +121,7 @@ class Scheduler:
         if request.state is State.FINISHED:
             return
         if isinstance(matcher, TailraceError):
-            self._refuse(request, matcher)
+            self.table.refuse(request, matcher)
             return
         if matcher.is_done:  # it allows no token at all, or a resumed output was whole
             self.table.finish(request, FinishReason.CONSTRAINT_DONE)
@@ -128,14 +130,6 @@ class Scheduler:
         for sibling in request.siblings:
             sibling.matcher = matcher.copy()
         self.table.release(request)
-
-    def _refuse(self, request: Request, error: TailraceError) -> None:
-        if isinstance(error, InvalidRequestError):
-            self.table.finish(request, FinishReason.INVALID, error.description, field=error.field)
-        elif isinstance(error, OverloadedError):
-            self.table.finish(request, FinishReason.OVERLOADED, str(error))
-        else:
-            self.table.finish(request, FinishReason.ERROR, str(error))
 
     def abort(self, client: int, handles: Iterable[int], stopped: bool = False) -> None:
         """Ends requests wherever they are, given up or `stopped` because they are complete; unknown handles are
@@ -161,7 +155,7 @@ class Scheduler:
         """Whether `schedule` may find something to do."""
         if self.admission == "frozen":
             return False
-        return len(self._rows) > 0 or self._next_to_admit() is not None or bool(self._suspects)
+        return len(self._rows) > 0 or self._next_to_admit() is not None or bool(self._suspects or self._followers)
 
     @property
     def seconds_to_timer(self) -> float | None:
@@ -179,6 +173,7 @@ class Scheduler:
         self.expire(now)
         if self.admission == "frozen":
             return None
+        self._followers.release(self.held_back)
         if not self._suspects:
             return self._schedule(now)
         is_turn = self._suspects.last_trial < self._num_steps - 1
@@ -271,11 +266,15 @@ class Scheduler:
                 break  # a token of it is still in flight
             num_tokens = request.num_waiting_tokens
             hits = self.kv_cache.lookup(request)
+            if self._followers.follow(request, len(hits)):
+                continue
             cached = len(hits) * self.kv_cache.block_size
             if request.is_new and self._shed_if_late(request, 0.0, num_tokens - cached, now):
                 continue
+            claimed_rows, claimed_tokens = self._followers.claims(request)
             # All of it must fit, not just the first chunk: else prompts evict one another half-way.
-            if not self.kv_cache.fits(num_tokens + kept_tokens, hits):
+            fits = self.kv_cache.fits(num_tokens + kept_tokens + claimed_tokens, hits)
+            if not fits or self._rows.num_free <= kept_rows + claimed_rows:
                 break
             self.kv_cache.share(request, hits)
             count = budget.take(num_tokens - cached, cached)
@@ -286,6 +285,7 @@ class Scheduler:
             counts.append(count)
             draft.enter(request)
             self._publish(request, cached + count)
+            self._followers.lead(request)
         self._pace.queue_moved(costs, now, self._waiting.num_ready)
         return rows, counts
 

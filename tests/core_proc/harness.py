@@ -153,6 +153,8 @@ class Harness:
         self.in_flight: deque[StepInFlight] = deque()
         self.masks: deque[GrammarMask | None] = deque()
         self.live: dict[tuple[int, int], Stream] = {}
+        self.num_followed = 0
+        """Times that a request waited for another one's blocks while a step was chosen."""
         self._num_added = 0
         self._may_read_false = False
 
@@ -249,6 +251,7 @@ class Harness:
 
     def issue(self) -> SchedulerOutput | None:
         step = self.scheduler.schedule()
+        self._check_followers()
         if step is not None:
             trial = {request.is_suspect for request in step.all_requests}
             assert len(trial) == 1, f"suspects and others share {step}"
@@ -334,6 +337,18 @@ class Harness:
         assert self._may_read_false or not self.worker.false_reads, self.worker.false_reads
         findable = set(self.pool._block_of.values())
         self.worker.poison([block for block in self.pool._free if block not in findable])
+
+    def _check_followers(self) -> None:
+        """Whoever waits for another one's blocks is held in the queue, and these are still to come."""
+        if self.scheduler.admission == "frozen":
+            return
+        for leader, followers in self.scheduler._followers._followers.items():
+            for num_common, _, follower in followers:
+                assert leader.state in (State.RUNNING, State.WAITING), f"{follower} waits for {leader}"
+                if follower.state is State.WAITING:
+                    self.num_followed += 1
+                    assert follower in self.table.waiting._held
+                    assert leader.block_hashes[num_common - 1] == follower.block_hashes[num_common - 1]
 
     def _collect(self, client: int, outputs: EngineCoreOutputs) -> None:
         for admitted in outputs.admitted:

@@ -51,6 +51,33 @@ def test_equal_callers_alternate_and_each_keeps_its_order() -> None:
     assert drain(queue) == [0, 4, 1, 5, 2, 6, 3, 7]
 
 
+@pytest.mark.parametrize(("is_set_aside", "order"), [(True, [5, 3, 4]), (False, [3, 5, 4])])
+def test_who_was_set_aside_owes_no_more_than_before(is_set_aside: bool, order: list[int]) -> None:
+    queue = RequestQueue()
+
+    def serve() -> int:
+        first = queue.peek()
+        assert first is not None
+        queue.remove(first)
+        queue.admitted(first, first.cost)
+        return first.arrival
+
+    for arrival, caller in enumerate("cdcdd"):
+        queue.push(request(arrival, caller, 10))
+    one = request(5, "b", 10)
+    queue.push(one)
+    if is_set_aside:
+        queue.set_aside(one)
+    else:
+        queue.remove(one)
+    assert [serve() for _ in range(3)] == [0, 1, 2]
+    if is_set_aside:
+        queue.take_back(one)
+    else:
+        queue.push(one)
+    assert [serve() for _ in range(3)] == order
+
+
 def test_who_asks_for_more_gets_fewer_turns() -> None:
     queue = FairQueue()
     for arrival in range(3):
