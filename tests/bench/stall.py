@@ -5,7 +5,8 @@
 Three engines on the embedded model take turns: one that never holds prompts back, one as it is by default, and one
 whose --max-inter-token-gap is so many times the gap of the streams alone, as measured right before. Each does the same
 work, streams of so many tokens and a prompt that comes when all of them run. Gaps are those between two tokens of a
-stream, alone and from when the prompt comes until its first token.
+stream from when the prompt comes until its first token, over what the streams alone need at the same place of their
+outputs, since steps take longer as outputs grow; how those spread by themselves is what the machine adds.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ from protos.config import EngineConfig, build
 from tests.bench.workloads import Stream
 
 WITHOUT_LIMIT = 3600.0
+AROUND = 8
+"""Tokens before and behind one, whose gaps make its usual one."""
 
 
 @dataclass
 class Run:
-    """Seconds."""
+    """Gaps in times of the usual one, the others in seconds."""
 
-    usual: float
+    p50: float
     p99: float
     worst: float
     first_token: float
@@ -40,27 +43,68 @@ class Run:
     wall: float
 
 
+@dataclass
+class Alone:
+    """Streams without the prompt."""
+
+    usual: list[float]
+    """Seconds between a token and the next, by the token's place."""
+    p99: float
+    """In times of that."""
+
+
 async def start(gap: float) -> AsyncLLM:
     return await AsyncLLM.start(build(EngineConfig, max_inter_token_gap=gap, prefix_caching=False))
 
 
-async def measure(llm: AsyncLLM, arguments: argparse.Namespace, seed: int) -> Run:
-    rng = random.Random(seed)
+def prompt(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(1000, 40_000) for _ in range(length)]
 
-    def prompt(length: int) -> list[int]:
-        return [rng.randrange(1000, 40_000) for _ in range(length)]
 
-    began = time.perf_counter()
-    streams = [Stream(llm, prompt(128), arguments.tokens) for _ in range(arguments.streams)]
+async def run_streams(llm: AsyncLLM, arguments: argparse.Namespace, rng: random.Random) -> list[Stream]:
+    """Until all of them have tokens enough for a long prompt to come."""
+    streams = [Stream(llm, prompt(rng, 128), arguments.tokens) for _ in range(arguments.streams)]
     await asyncio.gather(*(stream.is_running.wait() for stream in streams))
-    running, arrived = max(stream.times[0] for stream in streams), time.perf_counter()
-    late = Stream(llm, prompt(arguments.prompt_tokens), 16)
+    return streams
+
+
+def p99(values: list[float]) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[-1]
+
+
+async def measure_alone(llm: AsyncLLM, arguments: argparse.Namespace, seed: int) -> Alone:
+    streams = await run_streams(llm, arguments, random.Random(seed))
+    await asyncio.gather(*(stream.task for stream in streams))
+    running = max(stream.times[0] for stream in streams)
+    gaps = [[b - a for a, b in zip(s.times, s.times[1:], strict=False)] for s in streams]
+    usual = [
+        statistics.median(gap for of_one in gaps for gap in of_one[max(0, i - AROUND) : i + AROUND + 1])
+        for i in range(arguments.tokens - 1)
+    ]
+    ratios = [
+        gap / usual[i]
+        for stream, of_one in zip(streams, gaps, strict=True)
+        for i, gap in enumerate(of_one)
+        if stream.times[i] >= running
+    ]
+    return Alone(usual, p99(ratios))
+
+
+async def measure(llm: AsyncLLM, arguments: argparse.Namespace, seed: int, alone: Alone) -> Run:
+    rng = random.Random(seed)
+    began = time.perf_counter()
+    streams = await run_streams(llm, arguments, rng)
+    arrived = time.perf_counter()
+    late = Stream(llm, prompt(rng, arguments.prompt_tokens), 16)
     await asyncio.gather(late.task, *(stream.task for stream in streams))
-    before = [gap for stream in streams for gap in stream.gaps(running, arrived)]
-    during = [gap for stream in streams for gap in stream.gaps(arrived, late.times[0])]
+    ratios = [
+        (after - before) / alone.usual[i]
+        for stream in streams
+        for i, (before, after) in enumerate(zip(stream.times, stream.times[1:], strict=False))
+        if after > arrived and before < late.times[0]
+    ]
     end = max(late.times[-1], *(stream.times[-1] for stream in streams))
-    p99 = statistics.quantiles(during, n=100)[-1]
-    return Run(statistics.median(before), p99, max(during), late.times[0] - arrived, end - began)
+    return Run(statistics.median(ratios), p99(ratios), max(ratios), late.times[0] - arrived, end - began)
 
 
 def row(name: str, runs: list[Run], reference: list[Run]) -> list[object]:
@@ -69,9 +113,9 @@ def row(name: str, runs: list[Run], reference: list[Run]) -> list[object]:
 
     return [
         name,
-        1e3 * median([run.usual for run in runs]),
-        median([run.p99 / run.usual for run in runs]),
-        median([run.worst / run.usual for run in runs]),
+        median([run.p50 for run in runs]),
+        median([run.p99 for run in runs]),
+        median([run.worst for run in runs]),
         median([run.first_token for run in runs]),
         median([run.wall for run in runs]),
         median([run.wall / other.wall for run, other in zip(runs, reference, strict=True)]),
@@ -81,29 +125,31 @@ def row(name: str, runs: list[Run], reference: list[Run]) -> list[object]:
 async def run(arguments: argparse.Namespace) -> None:
     engines = {"without a limit": await start(WITHOUT_LIMIT), "default": await start(0.0)}
     found: dict[str, list[Run]] = {name: [] for name in engines}
+    alone: list[Alone] = []
     try:
-        alone = await measure(engines["default"], argparse.Namespace(**vars(arguments) | {"prompt_tokens": 512}), 0)
-        name = f"{arguments.times:g} times, {1e3 * arguments.times * alone.usual:.0f} ms"
-        engines[name] = await start(arguments.times * alone.usual)
+        short = argparse.Namespace(**vars(arguments) | {"prompt_tokens": 512})
+        first = await measure_alone(engines["default"], arguments, 0)
+        gap = arguments.times * first.usual[0]
+        name = f"{arguments.times:g} times, {1e3 * gap:.0f} ms"
+        engines[name] = await start(gap)
         found[name] = []
-        await measure(engines[name], argparse.Namespace(**vars(arguments) | {"prompt_tokens": 512}), 0)
+        for llm in engines.values():
+            await measure(llm, short, 0, first)
         for number in range(arguments.rounds):
+            alone.append(await measure_alone(engines["default"], arguments, number))
             for name, llm in engines.items():
-                found[name].append(await measure(llm, arguments, number))
+                found[name].append(await measure(llm, arguments, number, alone[-1]))
     finally:
         for llm in engines.values():
             await llm.close()
-    headings = [
-        "gap aimed at",
-        "gap alone, ms",
-        "p99, times",
-        "worst, times",
-        "first token, s",
-        "wall, s",
-        "wall, ratio",
-    ]
-    first = found["without a limit"]
-    sys.stdout.write(format_table(headings, [row(name, runs, first) for name, runs in found.items()]))
+    ends = [1e3 * statistics.median(one.usual[i] for one in alone) for i in (0, -1)]
+    sys.stdout.write(
+        f"streams alone: {ends[0]:.1f} ms a token at their beginning, {ends[1]:.1f} at their end, "
+        f"p99 {statistics.median(one.p99 for one in alone):.2f} times that\n"
+    )
+    headings = ["gap aimed at", "p50, times", "p99, times", "worst, times", "first token, s", "wall, s", "wall, ratio"]
+    reference = found["without a limit"]
+    sys.stdout.write(format_table(headings, [row(name, runs, reference) for name, runs in found.items()]))
 
 
 def main() -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from tests.core_proc.plant import Plant
 
 if TYPE_CHECKING:
@@ -28,6 +30,32 @@ class Measured:
 
     def seconds(self, step: SchedulerOutput) -> float:
         return self.step + self.token * step.num_tokens + self.context * float((step.starts + step.counts).sum())
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The parts that a step's time has where prompts are computed in pieces (`core_proc/step_time.py`), in seconds."""
+
+    fixed: float
+    draw: float
+    token: float
+    cell: float
+    """Of a token of context that a token attends to."""
+    read: float
+    """Of one that a row reads, however few its tokens are."""
+
+    def seconds(self, step: SchedulerOutput) -> float:
+        counts = step.counts.astype(np.float64)
+        cells = float(counts @ step.starts + counts @ counts / 2)
+        tokens = self.draw * np.count_nonzero(step.samples) + self.token * float(counts.sum())
+        return float(self.fixed + tokens + self.cell * cells + self.read * float(step.starts.sum()))
+
+    def seconds_of_outputs(self, step: SchedulerOutput) -> float:
+        """What it would take without prompts: of its rows that compute one token."""
+        starts = step.starts[step.counts == 1]
+        return float(
+            self.fixed + (self.draw + self.token) * len(starts) + (self.cell + self.read) * float(starts.sum())
+        )
 
 
 @dataclass(frozen=True)
