@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from kernels.reference import ReferenceOps
+from model_runner.models.hf_module import hooked_linears
 from protos.errors import AdapterError
 from tests.adapter_files import save_adapter
-from tests.model_runner.adapted import save_adapted
+from tests.model_runner.adapted import linear_shapes, save_adapted
 from tests.model_runner.test_generic import CASES, save
 from tests.model_runner.test_lora import assert_each_draws, load, load_adapters, outputs, run
 
@@ -34,6 +37,13 @@ def test_rows_draw_what_merged_weights_draw(architecture: str, tmp_path: Path) -
     runner.unload_adapter(1)
     load_adapters(runner, tmp_path, {1: "two"})
     assert_each_draws(run(runner, [1]), {1: models[2]})
+
+
+def test_linear_modules_that_see_some_tokens_only_are_left_alone(tmp_path: Path) -> None:
+    model = save(tmp_path, "GPTNeoXForCausalLM", **CASES["GPTNeoXForCausalLM"])
+    model.gpt_neox.layers[0].mlp.experts = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    found = hooked_linears(model, ReferenceOps())
+    assert found.keys() == {f"{name}.weight" for name in linear_shapes(model)}
 
 
 @pytest.mark.parametrize(
