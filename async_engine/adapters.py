@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from protos.adapter_files import read_adapter
 from protos.errors import (
     AdapterError,
     AdapterExistsError,
@@ -35,8 +34,9 @@ if TYPE_CHECKING:
     from async_engine.output_processor import OutputProcessor
     from async_engine.request import GenerationRequest
     from async_engine.served_model import ServedModel
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.messages import Adapters, ControlReply
+    from protos.model_spec import BasicSpec
 
 T = TypeVar("T")
 MAX_NAME_LENGTH = 128
@@ -231,7 +231,13 @@ async def open_adapter(name: str, path: str, model: ServedModel, max_rank: int) 
         raise AdapterExistsError(f"{name} is the model's own name")
     if not path or "\0" in path or len(path.encode(errors="replace")) > MAX_PATH_BYTES:
         raise InvalidRequestError("path", f"must be a directory's, of at most {MAX_PATH_BYTES} bytes")
-    return await asyncio.to_thread(read_adapter, name, Path(path), model.spec, max_rank)
+    return await asyncio.to_thread(_read, name, path, model.spec, max_rank)
+
+
+def _read(name: str, path: str, spec: BasicSpec, max_rank: int) -> Adapter:
+    from protos.adapter_files import read_adapter  # what a server without adapters need not wait for
+
+    return read_adapter(name, Path(path), spec, max_rank)
 
 
 async def load_at_start(paths: dict[str, str], load: Callable[[str, str], Awaitable[object]]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from async_engine.async_llm import AsyncLLM
     from async_engine.profiler import Profiler
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.front_ends import Question
     from protos.server_config import ServerOptions
 

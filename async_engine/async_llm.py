@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from async_engine.outputs import OutputSink
     from async_engine.request import GenerationRequest
     from async_engine.served_model import ServedModel
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.messages import CoreReady, CoreStats
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import socket
     from collections.abc import Callable
 
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.handshake import Welcome
 

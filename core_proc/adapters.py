@@ -16,7 +16,7 @@ from protos.messages import Adapters
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from core_proc.intake import StepInFlight
     from core_proc.request import Request
     from gpu_executor.executor import Executor, PendingOutput
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.messages import Adapters
 

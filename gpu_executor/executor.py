@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 
 

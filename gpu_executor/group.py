@@ -22,7 +22,7 @@ from protos.errors import AdapterError, StartupError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_executor.executor import WorkersDiedError
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.step import GrammarMask, SchedulerOutput, WorkerInfo
 

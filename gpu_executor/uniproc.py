@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpu_executor.executor import PendingOutput, WorkersDiedError
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protos.adapter_files import Adapter
+from protos.adapter import Adapter
 from protos.config import EngineConfig
 from protos.place import Place
 from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo

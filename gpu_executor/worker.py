@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gpu_executor.executor import PendingOutput
     from model_runner.device import DevicePolicy
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kernels.low_rank import Tokens
     from model_runner.device import DevicePolicy
     from model_runner.layers.added import Added
-    from protos.adapter_files import Adapter, AdapterModule
+    from protos.adapter import Adapter
+    from protos.adapter_files import AdapterModule
     from protos.model_spec import BasicSpec
 
     Int32s = npt.NDArray[np.int32]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from model_runner.logprobs import LogprobRows
     from model_runner.memory import MemoryMeter
     from model_runner.prompt_spans import PromptSpans
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
     from protos.step import GrammarMask, SchedulerOutput

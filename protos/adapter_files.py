@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 from safetensors import SafetensorError, safe_open
 
+from protos.adapter import Adapter
 from protos.architectures import ARCHITECTURES
 from protos.errors import AdapterError, StartupError
 from protos.json_files import read_json_object
@@ -34,20 +34,6 @@ _LAYER = re.compile(r"layers\.(\d{1,6})\.(.+)")
 _PLAIN = re.compile(r"\^?(?:\w|\\?[.])+")
 """Patterns of module names that are taken: names, whose dots may be escaped, and with ^ whole ones. So none takes
 long to look for."""
-
-
-class Adapter(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter that fits the model, as far as can be known without its numbers."""
-
-    name: str
-    path: str
-    """Absolute, of the directory with adapter_config.json and adapter_model.safetensors."""
-    digest: str
-    """32 hex digits over the content of both: names the weights, wherever they lie."""
-    rank: int
-    """Largest of its modules."""
-    num_bytes: int
-    """Of its tensors, as they are in the file."""
 
 
 class AdapterModule(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from protos.adapter_files import Adapter
+from protos.adapter import Adapter
 from protos.config import EngineConfig
 from protos.kv_changes import KVChanges, MoreKV, UnwatchKV, WatchKV
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from protos.adapter_files import Adapter
+from protos.adapter import Adapter
 from protos.messages import Sampling
 from protos.step import (
     NULL_BLOCK,

@@ -9,7 +9,7 @@ from async_engine.prefix_map import PrefixMap, prefix_hashes
 from core_proc.adapters import HeldAdapter
 from core_proc.block_hash import request_root
 from core_proc.request import make_request
-from protos.adapter_files import Adapter
+from protos.adapter import Adapter
 from protos.kv_changes import KVChanges
 from protos.messages import EngineCoreRequest, Sampling
 

@@ -9,8 +9,8 @@ from core_proc.engine_core import EngineCore
 from core_proc.request import make_request
 from gpu_executor.executor import WorkersDiedError
 from gpu_executor.uniproc import UniprocExecutor
+from protos.adapter import Adapter
 from protos.adapter_config import AdapterOptions
-from protos.adapter_files import Adapter
 from protos.config import CacheOptions, EngineConfig, SchedulerOptions
 from protos.errors import AdapterError, AdapterExistsError, AdapterLeavingError, AdapterLimitError
 from protos.messages import Adapters, EngineCoreRequest, FinishReason, Sampling, Sibling

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import signal
+import urllib.request
 
 import grpc
 import pytest
@@ -25,7 +26,7 @@ from tests.adapter_files import save_adapter
 from tests.e2e.serving import ServerProcess, run, serving, stream_request, until
 from tests.e2e.test_admin_service import operated
 from tests.e2e.test_core_recovery import collect, mixed_specs
-from tests.e2e.test_front_ends import Served
+from tests.e2e.test_front_ends import Served, free_port
 from tests.e2e.test_generation import ENDLESS, assert_works, details_of, failure
 from tests.e2e.test_kv_events import Follower
 from tests.fakes import make_adapter
@@ -582,7 +583,9 @@ def test_a_core_that_comes_back_has_what_the_others_have(paths):
 
 
 def test_what_one_front_end_loads_all_know_also_in_the_next_core(paths):
-    server = Served("--admin-listen", "127.0.0.1:0", "--adapters", f"b={paths['b']}", "--log-level", "error")
+    metrics = f"127.0.0.1:{free_port()}"
+    arguments = ("--admin-listen", "127.0.0.1:0", "--metrics-listen", metrics, "--adapters", f"b={paths['b']}")
+    server = Served(*arguments, "--log-level", "error")
     with contextlib.closing(server):
         admin, stubs = server.admin(), server.stubs()
 
@@ -602,6 +605,8 @@ def test_what_one_front_end_loads_all_know_also_in_the_next_core(paths):
 
         assert refused("a") == [grpc.StatusCode.NOT_FOUND] * 2
         admin.LoadAdapter(load("a", paths["a"]))
+        with urllib.request.urlopen(f"http://{metrics}/metrics") as answer:
+            assert b"\ntailrace_adapters 2.0\n" in answer.read()
         first, second = texts("a", 60)
         assert first == second != texts("b", 60)[0]
         spec = stream_request("hi", 60, adapter="a").spec

@@ -27,7 +27,7 @@ from tests.fakes import InjectedError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from protos.adapter_files import Adapter
+    from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.place import Place
     from protos.step import GrammarMask, ModelRunnerOutput, SchedulerOutput, WorkerInfo

@@ -17,7 +17,8 @@ from gpu_executor.null import NullWorker
 from gpu_executor.step_loop import StepLoop
 from gpu_executor.uniproc import UniprocExecutor
 from gpu_executor.worker import Worker
-from protos.adapter_files import Adapter, read_adapter
+from protos.adapter import Adapter
+from protos.adapter_files import read_adapter
 from protos.config import EngineConfig, build
 from protos.errors import AdapterError
 from protos.messages import Sampling

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from gpu_executor.worker import Worker
-from protos.adapter_files import Adapter, module_shapes, read_adapter
+from protos.adapter_files import module_shapes, read_adapter
 from protos.config import EngineConfig, build
 from protos.messages import Sampling
 from protos.model_files import read_model_spec, resolve_model
@@ -19,6 +19,8 @@ from tests.model_runner.tiny import tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from protos.adapter import Adapter
 
 pytestmark = [pytest.mark.embedded, pytest.mark.timeout(600)]
 NUM_TOKENS, NUM_BLOCKS = 24, 512

@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from protos.adapter_files import Adapter, adapter_modules, module_shapes, read_adapter
+from protos.adapter import Adapter
+from protos.adapter_files import adapter_modules, module_shapes, read_adapter
 from protos.errors import AdapterError
 from protos.model_spec import BasicSpec, ModelSpec, MoESpec, RopeSpec
 from tests.adapter_files import save_adapter, write_adapter

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protos import codec
-from protos.adapter_files import Adapter
+from protos.adapter import Adapter
 from protos.codec import MAX_FRAME_BYTES, FrameDecoder, FrameError, encode_frame
 from protos.config import CacheOptions, EngineConfig, ModelOptions, SchedulerOptions
 from protos.kv_changes import CachedBlocks, KVChanges, KVDetail, MoreKV, UnwatchKV, WatchKV
