@@ -23,8 +23,8 @@ struct TileShape {
   uint16_t bytes = 64;  // of a row
 };
 
-// The shapes of this thread's tiles 0 and on, as long as this lives. What other code had in them is lost, and nothing is
-// left to be saved when the thread is switched.
+// The shapes of this thread's tiles 0 and on, as long as this lives. What other code had in them is lost, and nothing
+// is left to be saved when the thread is switched.
 class Tiles {
  public:
   explicit Tiles(std::initializer_list<TileShape> shapes) {
