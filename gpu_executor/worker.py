@@ -55,7 +55,7 @@ class Worker:
             spec = full_spec(path, read_model_spec(path))
             check_sizes(spec, self._place)
             check_stages(spec, self._place)
-            policy = make_device(self._config, spec, path, self._place)
+            policy = make_device(self._config, spec, self._place)
             check_weights(path, spec, self._config.model.load_format, policy)
             policy.workers.meet()
             runner = ModelRunner(self._config, spec, self._eos_token_ids, policy)

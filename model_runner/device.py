@@ -102,9 +102,9 @@ class DevicePolicy:
         return _free_host_memory() // self.workers.place.local_size
 
 
-def make_device(config: EngineConfig, spec: BasicSpec, path: Path, place: Place = ONLY) -> DevicePolicy:
-    """The policy the config asks for, for the model at `path`, on the devices that are this worker's. Raises
-    StartupError where there are none.
+def make_device(config: EngineConfig, spec: BasicSpec, place: Place = ONLY) -> DevicePolicy:
+    """The policy the config asks for, for a model, on the devices that are this worker's. Raises StartupError where
+    there are none.
 
     Sets the number of threads torch computes with, for the whole process.
     """
@@ -123,9 +123,9 @@ def make_device(config: EngineConfig, spec: BasicSpec, path: Path, place: Place 
     device = torch.device("cpu") if on_cpu else _gpu(place)
     ops = make_ops(device, config.cache.block_size, num_threads)
     weight_bits = _weight_bits(config, spec, ops)
-    has_weights_to_keep = config.model.load_format == "auto" and _has_weights_to_keep(config, spec, path)
+    has_weights_to_keep = config.model.load_format == "auto" and _has_weights_to_keep(config, spec)
     keeps_weights = weight_bits > 0 or (name_is_auto and has_weights_to_keep and ops.keeps_integers)
-    has_integers = keeps_weights and (weight_bits > 0 or path.suffix == ".gguf")
+    has_integers = keeps_weights and (weight_bits > 0 or spec.has_integers)
     return DevicePolicy(
         device=device,
         dtype=_DTYPES[name],
@@ -161,10 +161,11 @@ def _weight_bits(config: EngineConfig, spec: BasicSpec, ops: Ops) -> int:
     return _WEIGHT_BITS[name]
 
 
-def _has_weights_to_keep(config: EngineConfig, spec: BasicSpec, path: Path) -> bool:
-    """Whether the files have more than floats of 32 bits; of a GGUF file, floats may be asked for."""
-    is_small = isinstance(spec, ModelSpec) and spec.dtype != "float32"
-    return is_small and not (path.suffix == ".gguf" and config.model.quantization == "none")
+def _has_weights_to_keep(config: EngineConfig, spec: BasicSpec) -> bool:
+    """Whether the files have more than floats of 32 bits; in place of integers, floats may be asked for."""
+    if not isinstance(spec, ModelSpec):
+        return False
+    return config.model.quantization != "none" if spec.has_integers else spec.dtype != "float32"
 
 
 def _cache_dtype(config: EngineConfig, ops: Ops, dtype: torch.dtype, has_integers: bool) -> torch.dtype | None:

@@ -109,7 +109,7 @@ class CacheOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         CacheDType,
         Meta(
-            description="type of the cached keys and values: auto is float16 where a CPU computes with a file's "
+            description="type of the cached keys and values: auto is float16 where a CPU computes with "
             "integers, else the model's; fp8, half of 16 bits, is for GPUs from compute capability 8.9 on"
         ),
     ] = "auto"

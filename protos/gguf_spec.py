@@ -87,6 +87,7 @@ def _values(file: GGUFFile, family: str, architecture: Architecture) -> dict[str
         "global_layers": _global_layers(metadata, family, architecture),
         "moe": _moe(file, family) if architecture.experts else None,
         "dtype": _DTYPES.get(format_name, _QUANTISED_DTYPE),
+        "has_integers": format_name not in _DTYPES,
         "eos_token_ids": _eos_token_ids(metadata),
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "default_temperature": metadata.get("general.sampling.temp", 1.0),

@@ -41,6 +41,8 @@ class BasicSpec(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     dtype: str = "float32"
     """Of the weights in the file."""
+    has_integers: bool = False
+    """Most of them are small integers with scales, of which `dtype` is what they are computed as."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     default_temperature: float = 1.0

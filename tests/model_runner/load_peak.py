@@ -34,7 +34,7 @@ def load(what: str, place: Place) -> int:
         device="cpu",
     )
     spec = read_model_spec(path)
-    runner = ModelRunner(config, spec, (), make_device(config, spec, path, place))
+    runner = ModelRunner(config, spec, (), make_device(config, spec, place))
     return runner.load(path, lambda done, total: None).weight_bytes
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -132,13 +133,13 @@ def test_memory_is_not_touched_before_it_is_used():
 def test_the_device_and_dtype_the_config_asks_for(monkeypatch: pytest.MonkeyPatch):
     threads = torch.get_num_threads()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    policy = make_device(build(EngineConfig, num_threads=1), SPEC, Path("model"))
+    policy = make_device(build(EngineConfig, num_threads=1), SPEC)
     assert (policy.device.type, policy.dtype_name, policy.max_steps_in_flight) == ("cpu", "float32", 1)
     assert torch.get_num_threads() == 1
-    assert make_device(build(EngineConfig, dtype="bfloat16"), SPEC, Path("model")).dtype == torch.bfloat16
+    assert make_device(build(EngineConfig, dtype="bfloat16"), SPEC).dtype == torch.bfloat16
     assert policy.free_memory() > 100 * MIB
     with pytest.raises(StartupError, match="--device cuda: torch finds no usable GPU"):
-        make_device(build(EngineConfig, device="cuda"), SPEC, Path("model"))
+        make_device(build(EngineConfig, device="cuda"), SPEC)
     torch.set_num_threads(threads)
 
 
@@ -169,25 +170,26 @@ def test_a_cache_of_fewer_bits_holds_more(dtype: torch.dtype, times: int):
 
 def test_a_cache_of_eight_bits_is_refused_where_it_would_be_slow():
     with pytest.raises(StartupError, match=r"^--kv-cache-dtype fp8 needs a GPU of compute capability 8.9 or more$"):
-        make_device(build(EngineConfig, device="cpu", kv_cache_dtype="fp8"), SPEC, Path("model"))
+        make_device(build(EngineConfig, device="cpu", kv_cache_dtype="fp8"), SPEC)
 
 
 @pytest.mark.parametrize(
-    ("file", "options", "expected"),
+    ("has_integers", "options", "expected"),
     [
-        ("model.gguf", {}, torch.float16),
-        ("model.gguf", {"dtype": "float32"}, None),
-        ("model.gguf", {"kv_cache_dtype": "float32"}, torch.float32),
-        ("model.gguf", {"dtype": "float32", "kv_cache_dtype": "float16"}, torch.float16),
-        ("model", {}, None),
-        ("model", {"dtype": "bfloat16", "kv_cache_dtype": "float16"}, torch.float16),
+        (True, {}, torch.float16),
+        (True, {"dtype": "float32"}, None),
+        (True, {"kv_cache_dtype": "float32"}, torch.float32),
+        (True, {"dtype": "float32", "kv_cache_dtype": "float16"}, torch.float16),
+        (False, {}, None),
+        (False, {"dtype": "bfloat16", "kv_cache_dtype": "float16"}, torch.float16),
     ],
 )
-def test_the_type_of_a_cpus_cache(file: str, options: dict[str, str], expected: torch.dtype | None):
+def test_the_type_of_a_cpus_cache(has_integers: bool, options: dict[str, str], expected: torch.dtype | None):
     """Half precision only beside a file's integers, unless it is asked for."""
     if not make_ops(torch.device("cpu"), 16, 1).keeps_integers:
         pytest.skip("there are no kernels for integers here")
-    policy = make_device(build(EngineConfig, device="cpu", **options), SPEC, Path(file))
+    spec = msgspec.structs.replace(SPEC, has_integers=has_integers, dtype="bfloat16")
+    policy = make_device(build(EngineConfig, device="cpu", **options), spec)
     assert policy.cache_dtype is expected
 
 
@@ -198,7 +200,7 @@ def test_a_cache_of_another_type_is_refused_where_kernels_take_one(monkeypatch: 
 
     def cache(dtype: str, kv_cache_dtype: str) -> torch.dtype | None:
         config = build(EngineConfig, device="cpu", dtype=dtype, kv_cache_dtype=kv_cache_dtype)
-        return make_device(config, SPEC, Path("model")).cache_dtype
+        return make_device(config, SPEC).cache_dtype
 
     assert cache("bfloat16", "auto") is None
     assert cache("float16", "float16") is torch.float16

@@ -50,6 +50,11 @@ def save_halves(
     return model
 
 
+def load_exact_cache(path: Path, **options: Any) -> ModelRunner:
+    """With keys and values as float32 has them, so that only weights make a difference."""
+    return load_tiny(path, dtype="auto", kv_cache_dtype="float32", **options)
+
+
 def kinds(runner: ModelRunner) -> dict[str, set[str]]:
     """What the model's weights are, by the last part of their names that says something."""
     found: dict[str, set[str]] = {}
@@ -168,7 +173,7 @@ def test_groups_of_zeros_and_of_what_is_no_number(bits: int):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_floats_are_quantised_at_load(quantization: str, dtype: str, tmp_path: Path):
     save_halves(tmp_path, dtype=dtype, tie_word_embeddings=False)
-    runner, exact = load_tiny(tmp_path, dtype="auto", quantization=quantization), load_tiny(tmp_path)
+    runner, exact = load_exact_cache(tmp_path, quantization=quantization), load_tiny(tmp_path)
     bits = quantization.removeprefix("int")
     found = kinds(runner)
     assert found["q_proj"] == found["down_proj"] == {f"{bits}-bit integers"}
@@ -195,7 +200,7 @@ def test_integers_of_a_file_stay_what_they_are_unless_there_shall_be_none(tmp_pa
 
 def test_other_blocks_of_a_file_are_quantised_as_floats_are(tmp_path: Path):
     write_gguf(tmp_path / "tiny.gguf", save_tiny(tmp_path, "LlamaForCausalLM"), "llama", "F16")
-    runner = load_tiny(tmp_path / "tiny.gguf", dtype="auto", quantization="int8")
+    runner = load_exact_cache(tmp_path / "tiny.gguf", quantization="int8")
     assert {kind for each in kinds(runner).values() for kind in each} == {"8-bit integers"}
     assert_computes_with(runner, load_tiny(tmp_path / "tiny.gguf"))
 
@@ -244,7 +249,7 @@ def test_experts_stay_the_integers_of_a_file(architecture: str, kind: str, tmp_p
     model = save_tiny(tmp_path, architecture, **FAMILIES[architecture])
     path = tmp_path / "tiny.gguf"
     write_gguf(path, model, ARCHITECTURES[architecture].gguf_name, kind)
-    runner, exact = load_tiny(path, dtype="auto"), load_tiny(path)
+    runner, exact = load_exact_cache(path), load_tiny(path)
     kept, whole = kept_weights(runner), tensors(exact)
     experts = [name for name in whole if ".experts." in name]
     assert experts
@@ -298,7 +303,7 @@ def test_a_start_tells_what_weights_are(tmp_path: Path):
         "8-bit integers",
         "bfloat16",
     }
-    line = describe(CoreReady(64, 1024, 16, 8, "float32", "cpu", 3 << 20, 1 << 20, mixed))
+    line = describe(CoreReady(64, 1024, 16, 8, "float32", "cpu", 3 << 20, 1 << 20, weights=mixed))
     assert f"weights 3 MiB ({mixed}) + KV cache 1 MiB" in line
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -21,8 +20,10 @@ from protos.place import Place
 from tests.model_runner.test_kv_cache import SPEC
 from tests.model_runner.tiny import save_tiny
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 SPEC = msgspec.structs.replace(SPEC, intermediate_size=96)
-DIRECTORY = Path("somewhere")
 MOE = MoESpec(num_experts=4, num_experts_per_token=2, intermediate_size=20, norm_weights=True)
 
 
@@ -79,14 +80,14 @@ def test_workers_of_a_node_share_its_cores_and_memory(monkeypatch: pytest.Monkey
     place = Place(rank=1, tensor_size=3, local_rank=1, local_size=3)
     try:
         config = build(EngineConfig, device="cpu")
-        alone, shared = make_device(config, SPEC, DIRECTORY), make_device(config, SPEC, DIRECTORY, place)
+        alone, shared = make_device(config, SPEC), make_device(config, SPEC, place)
         assert torch.get_num_threads() == 2
         assert (alone.cache_limit, shared.cache_limit) == (CPU_CACHE_LIMIT, CPU_CACHE_LIMIT // 3)
         assert shared.free_memory() < alone.free_memory() / 2
         crowd = msgspec.structs.replace(place, tensor_size=9, local_size=9)
         with pytest.raises(StartupError, match=r"^this node has 8 cores for 9 workers; .*set --num-threads 1 to let"):
-            make_device(config, SPEC, DIRECTORY, crowd)
-        make_device(build(EngineConfig, device="cpu", num_threads=1), SPEC, DIRECTORY, crowd)
+            make_device(config, SPEC, crowd)
+        make_device(build(EngineConfig, device="cpu", num_threads=1), SPEC, crowd)
     finally:
         torch.set_num_threads(threads)
 
@@ -100,12 +101,12 @@ def test_a_worker_takes_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch):
     try:
         for rank in range(2):
             place = Place(rank=rank, tensor_size=2, local_rank=rank, local_size=2)
-            policy = make_device(build(EngineConfig), SPEC, DIRECTORY, place)
+            policy = make_device(build(EngineConfig), SPEC, place)
             assert policy.device == policy.to_host == torch.device("cuda", rank)
             assert (policy.max_steps_in_flight, policy.shares_memory) == (2, False)
             assert policy.graphs is not None
             assert policy.memory is not None
         with pytest.raises(StartupError, match=r"^this node has 2 GPUs for 4 workers; lower --tensor-parallel-size"):
-            make_device(build(EngineConfig), SPEC, DIRECTORY, Place(tensor_size=2, pipeline_size=2, local_size=4))
+            make_device(build(EngineConfig), SPEC, Place(tensor_size=2, pipeline_size=2, local_size=4))
     finally:
         torch.set_num_threads(threads)

@@ -65,7 +65,7 @@ def make_runner(
 ) -> ModelRunner:
     """Not loaded yet; of workers that have met, the part of one; `change` makes another policy of the config's."""
     spec = full_spec(path, read_model_spec(path))
-    policy = make_device(config, spec, path) if workers is None else make_device(config, spec, path, workers.place)
+    policy = make_device(config, spec) if workers is None else make_device(config, spec, workers.place)
     if workers is not None:
         policy = replace(policy, workers=workers)
     return ModelRunner(config, spec, (), change(policy))
