@@ -123,6 +123,7 @@ def test_scales_by_the_root_of_the_rank_and_by_patterns(tmp_path: Path) -> None:
         ({"alpha_pattern": {"q_proj": "x"}}, "'x' is no scale"),
         ({"alpha_pattern": [1]}, "alpha_pattern is no object"),
         ({"alpha_pattern": {"(a+)+b": 1}}, "'(a+)+b' is no plain name"),
+        ({"rank_pattern": {"a(a+)+b": 1}}, "'a(a+)+b' is no plain name"),
         ({"r": 5}, "has shape [4, 32]; by the model and adapter_config.json it is [5, 32]"),
     ],
 )
