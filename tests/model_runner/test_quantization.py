@@ -212,7 +212,8 @@ def test_inputs_that_are_no_whole_groups_stay_as_they_are(tmp_path: Path):
     assert found["down_proj"] == {"bfloat16"}
 
 
-def test_random_weights_are_quantised_too(tmp_path: Path):
+def test_random_weights_are_quantised_too_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("model_runner.kept._CHUNK_WEIGHTS", 1)
     save_shape(tmp_path)
     runner = load_tiny(tmp_path, dtype="auto", quantization="int4", load_format="dummy")
     exact = tensors(load_tiny(tmp_path, load_format="dummy"))
