@@ -9,16 +9,12 @@ inputs that are four apart, so that a shift and a mask make the same of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+from kernels.tiled import TILE, TiledMatrix
 
-TILE = 16
-"""Outputs that lie together; cpp/quantised.h has the same."""
 FOUR_BIT_ZERO = 8
 """What is added to signed four-bit integers, which are kept without sign; the minimum takes it back."""
 EIGHT_BIT_ZERO = 128
@@ -49,31 +45,21 @@ class QuantisedFormat:
         return self.integer_bytes + TILE * self.scale_type.itemsize * (1 + self.has_minimums)
 
 
-class QuantisedMatrix:
-    """Weights [outputs, inputs], filled rows by rows, in order."""
+class QuantisedMatrix(TiledMatrix):
+    """Integers, group by group, with their scales."""
 
     def __init__(self, outputs: int, inputs: int, form: QuantisedFormat) -> None:
         """Raises ValueError for a number of inputs that has no whole groups."""
         if inputs % form.group:
             raise ValueError(f"{inputs} inputs are not whole groups of {form.group}")
-        self.shape = outputs, inputs
         self.format = form
         self.num_groups = inputs // form.group
-        self.tiles = torch.zeros(-(-outputs // TILE), self.num_groups, form.group_bytes, dtype=torch.uint8)
-        """What is beyond the last output is 0."""
-
-    @classmethod
-    def joined(cls, parts: Sequence[QuantisedMatrix]) -> QuantisedMatrix:
-        """One above the other, of one format, all but the last of whole tiles."""
-        assert all(part.shape[0] % TILE == 0 for part in parts[:-1]), "only the last may end inside a tile"
-        self = cls(0, parts[0].shape[1], parts[0].format)
-        self.shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        self.tiles = torch.cat([part.tiles for part in parts])
-        return self
+        tiles = torch.zeros(-(-outputs // TILE), self.num_groups, form.group_bytes, dtype=torch.uint8)
+        super().__init__(outputs, inputs, tiles)
 
     @property
-    def nbytes(self) -> int:
-        return self.tiles.nbytes
+    def layout(self) -> QuantisedFormat:
+        return self.format
 
     def fill(self, first: int, values: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor | None) -> None:
         """Rows from `first`, which begins a tile: values [rows, inputs] int8 or uint8, the others [rows, groups]."""
@@ -111,11 +97,6 @@ class QuantisedMatrix:
         if form.has_minimums:
             weights += numbers[:, :, TILE:][lanes].float()[:, :, None]
         return weights.flatten(1)
-
-    def chunks(self, rows: int = 1024) -> Iterator[torch.Tensor]:
-        """All weights in float32, some rows at a time."""
-        for first in range(0, self.shape[0], rows):
-            yield self.rows(torch.arange(first, min(self.shape[0], first + rows)))
 
 
 def _pack_four(values: torch.Tensor, groups: int) -> torch.Tensor:

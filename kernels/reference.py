@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kernels.halves import HalvesMatrix
     from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
+    from kernels.tiled import TiledMatrix
 
 FP8 = torch.float8_e4m3fn
 """The type of a KV cache of 8 bits: its largest number is 448, and it has no infinity."""
@@ -211,25 +212,11 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
 
         Others may round x to 8 or 16 bits, with a scale for each group of inputs.
         """
-
-        def product(x: torch.Tensor, out: torch.Tensor) -> None:
-            first = 0
-            for part in weight.chunks():
-                torch.mm(x, part.T, out=out[:, first : first + len(part)])
-                first += len(part)
-
-        return product
+        return _product(weight)
 
     def halves_product(self, weight: HalvesMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
         """The same of weights of 16 bits; no x is rounded."""
-
-        def product(x: torch.Tensor, out: torch.Tensor) -> None:
-            first = 0
-            for part in weight.chunks():
-                torch.mm(x, part.T, out=out[:, first : first + len(part)])
-                first += len(part)
-
-        return product
+        return _product(weight)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Memory for a result of operations on integers that are kept, on a CPU."""
@@ -276,6 +263,16 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
     def softcap(self, x: torch.Tensor, cap: float) -> None:
         """Bounds x [..., size], float32, in place: cap * tanh(x / cap)."""
         x.div_(cap).tanh_().mul_(cap)
+
+
+def _product(weight: TiledMatrix) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def product(x: torch.Tensor, out: torch.Tensor) -> None:
+        first = 0
+        for part in weight.chunks():
+            torch.mm(x, part.T, out=out[:, first : first + len(part)])
+            first += len(part)
+
+    return product
 
 
 def _stored(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.quantised import TILE, QuantisedFormat
+from kernels.quantised import QuantisedFormat
+from kernels.tiled import TILE
 from model_runner.dequantise import Integers, dequantise, integers
 from protos.gguf import BLOCK_FORMATS
 

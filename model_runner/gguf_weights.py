@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kernels.quantised import TILE
+from kernels.tiled import TILE
 from model_runner.checkpoint import CheckpointTensor
 from model_runner.dequantise import can_dequantise
 from model_runner.gguf_rows import QUANTISED_FORMATS, can_keep, in_halves, read_floats, read_integers

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.halves import HalvesMatrix
-from kernels.quantised import TILE, QuantisedMatrix
+from kernels.quantised import QuantisedMatrix
+from kernels.tiled import TILE
 from model_runner.quantise import GROUP, QUANTISED, quantise
 
 if TYPE_CHECKING:

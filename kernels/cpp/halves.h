@@ -5,9 +5,9 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
-#include "quantised.h"
+#include "products.h"
+#include "quantised_layout.h"
 #include "simd.h"
 #include "team.h"
 
@@ -35,22 +35,8 @@ struct HalvesArgs {
   int dtype;
 };
 
-inline bool halves_is_long(const HalvesArgs& a) { return a.rows * a.outputs * a.size > PARALLEL_PRODUCTS; }
-
 inline int64_t halves_scratch(const HalvesArgs& a, int threads) {
   return a.rows > 1 ? a.rows * a.size * sizeof(float) + 64 + threads * TILES * TILE * DEPTH * sizeof(float) : 0;
-}
-
-// Calls f(count, first row), with a constant for a count, for the blocks of rows [begin, end).
-template <class Function>
-__attribute__((always_inline)) inline void for_blocks(int64_t begin, int64_t end, Function f) {
-  for (; begin + ROW_BLOCK <= end; begin += ROW_BLOCK) f(std::integral_constant<int, ROW_BLOCK>{}, begin);
-  if constexpr (ROW_BLOCK > 8)
-    if (begin + 8 <= end) f(std::integral_constant<int, 8>{}, begin), begin += 8;
-  if constexpr (ROW_BLOCK > 4)
-    if (begin + 4 <= end) f(std::integral_constant<int, 4>{}, begin), begin += 4;
-  if (begin + 2 <= end) f(std::integral_constant<int, 2>{}, begin), begin += 2;
-  if (begin < end) f(std::integral_constant<int, 1>{}, begin);
 }
 
 // x of a block of rows, [rows, size], to [size, rows].
@@ -121,8 +107,7 @@ void for_panels(const HalvesArgs& a, Team& team, Function f) {
   constexpr int64_t PANEL = NUM_TILES * TILE;
   const int64_t num_panels = (a.outputs + PANEL - 1) / PANEL;
   const int64_t count = num_panels * ((a.rows + CHUNK_ROWS - 1) / CHUNK_ROWS);
-  const int64_t most = GRAIN_PRODUCTS / (std::max<int64_t>(1, std::min(CHUNK_ROWS, a.rows)) * a.size * PANEL);
-  const int64_t grain = std::max<int64_t>(1, std::min(most, count / (8 * team.size())));
+  const int64_t grain = grain_of(count, std::min(CHUNK_ROWS, a.rows) * a.size * PANEL, team.size());
   for (Range range; (range = team.take(count, grain)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
       const int64_t first = i % num_panels * PANEL, begin = i / num_panels * CHUNK_ROWS;
@@ -142,7 +127,7 @@ template <class Half>
 void multiply_rows(const HalvesArgs& a, Team& team) {
   float* const packed = (float*)team.memory();
   const Range ours = team.share((a.rows + ROW_BLOCK - 1) / ROW_BLOCK);
-  for_blocks(ours.begin * ROW_BLOCK, std::min(a.rows, ours.end * ROW_BLOCK), [&](auto count, int64_t r) {
+  for_blocks<ROW_BLOCK>(ours.begin * ROW_BLOCK, std::min(a.rows, ours.end * ROW_BLOCK), [&](auto count, int64_t r) {
     pack_rows<decltype(count)::value>(a.x + r * a.size, a.size, packed + r * a.size);
   });
   team.barrier();
@@ -152,7 +137,7 @@ void multiply_rows(const HalvesArgs& a, Team& team) {
     const Half* const tiles = (const Half*)a.tiles + first * a.size;
     float* const out = a.out + first;
     if (end - begin <= 2 * ROW_BLOCK) {
-      for_blocks(begin, end, [&](auto count, int64_t r) {
+      for_blocks<ROW_BLOCK>(begin, end, [&](auto count, int64_t r) {
         multiply<decltype(count)::value, TILES>(tiles, tile_size, packed + r * a.size, a.size, true,
                                                 out + r * a.stride, a.stride, num_outputs);
       });
@@ -163,7 +148,7 @@ void multiply_rows(const HalvesArgs& a, Team& team) {
       for (int64_t t = 0; t < TILES && t * TILE < num_outputs; t++)
         for (int64_t j = 0; j < depth * TILE; j += WIDTH)
           Simd<WIDTH>::store(floats + t * DEPTH * TILE + j, Simd<WIDTH>::load(tiles + t * tile_size + k * TILE + j));
-      for_blocks(begin, end, [&](auto count, int64_t r) {
+      for_blocks<ROW_BLOCK>(begin, end, [&](auto count, int64_t r) {
         constexpr int ROWS = decltype(count)::value;
         multiply<ROWS, TILES>((const float*)floats, DEPTH * TILE, packed + r * a.size + k * ROWS, depth, k == 0,
                               out + r * a.stride, a.stride, num_outputs);

@@ -11,9 +11,10 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
+#include <utility>
 
 #include "activations.h"
+#include "products.h"
 #include "quantised_amx.h"
 #include "quantised_layout.h"
 #include "simd.h"
@@ -21,8 +22,6 @@
 
 // Bytes of activations that the tiles pass over while they are in the cache.
 constexpr int64_t CHUNK_BYTES = 1 << 16;
-// Below so many products, waking threads that sleep costs more than it saves.
-constexpr int64_t PARALLEL_PRODUCTS = 1 << 23;
 
 // Vectors of W lanes of four bytes, and the sums of their products.
 template <int W>
@@ -174,8 +173,6 @@ void tile_rows(const uint8_t* tile, int first, const int8_t* x, int64_t x_stride
   }
 }
 
-inline bool quantised_is_long(const QuantisedArgs& a) { return a.rows * a.outputs * a.size > PARALLEL_PRODUCTS; }
-
 inline int64_t quantised_scratch(const QuantisedArgs& a) {
 #if HAS_TILES
   if (by_amx(a)) return amx_scratch(a);
@@ -190,18 +187,11 @@ void quantised_linear(const QuantisedArgs& a, Team& team) {
   const int64_t tile_bytes = groups * Layout::group_bytes, x_stride = groups * Group::bytes;
   int8_t* const integers = (int8_t*)team.memory();
   auto* const numbers = (GroupNumbers*)(integers + (a.rows * x_stride + 63) / 64 * 64);
-  const Range ours = team.share(a.rows * groups);
-  for (int64_t i = ours.begin; i < ours.end;) {
-    const int64_t r = i / groups, first = i % groups, end = std::min(groups, first + ours.end - i);
-    quantise_row<Group>(a.x + r * a.size, first, end, integers + r * x_stride, numbers + r * groups);
-    i += end - first;
-  }
-  team.barrier();
+  quantise_rows<Group>(a, team, [&](int64_t r) { return std::pair(integers + r * x_stride, numbers + r * groups); });
   const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / x_stride / BLOCK) * BLOCK;
-  const int64_t num_chunks = (a.rows + chunk - 1) / chunk;
-  const int64_t most = GRAIN_PRODUCTS / (std::max<int64_t>(1, std::min(chunk, a.rows)) * a.size * TILE);
-  const int64_t grain = std::max<int64_t>(1, std::min(most, num_tiles * num_chunks / (8 * team.size())));
-  for (Range range; (range = team.take(num_tiles * num_chunks, grain)).begin < range.end;)
+  const int64_t count = num_tiles * ((a.rows + chunk - 1) / chunk);
+  const int64_t grain = grain_of(count, std::min(chunk, a.rows) * a.size * TILE, team.size());
+  for (Range range; (range = team.take(count, grain)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
       const int64_t c = i / num_tiles, t = i % num_tiles;
       const uint8_t* tile = a.tiles + t * tile_bytes;
@@ -209,19 +199,11 @@ void quantised_linear(const QuantisedArgs& a, Team& team) {
       for (int first = 0; first < TILE; first += WIDTH) {
         const int num_outputs = (int)std::min<int64_t>(WIDTH, a.outputs - t * TILE - first);
         if (num_outputs <= 0) break;
-        auto run = [&](auto count, int64_t r) {
-          tile_rows<decltype(count)::value, WIDTH, Layout, Group>(
+        for_blocks<BLOCK>(c * chunk, end, [&](auto rows, int64_t r) {
+          tile_rows<decltype(rows)::value, WIDTH, Layout, Group>(
               tile, first, integers + r * x_stride, x_stride, numbers + r * groups, groups,
               a.out + r * a.stride + t * TILE + first, a.stride, num_outputs);
-        };
-        int64_t r = c * chunk;
-        for (; r + BLOCK <= end; r += BLOCK) run(std::integral_constant<int, BLOCK>{}, r);
-        if constexpr (BLOCK > 4)
-          if (r + 8 <= end) run(std::integral_constant<int, 8>{}, r), r += 8;
-        if constexpr (BLOCK > 4)
-          if (r + 4 <= end) run(std::integral_constant<int, 4>{}, r), r += 4;
-        if (r + 2 <= end) run(std::integral_constant<int, 2>{}, r), r += 2;
-        if (r < end) run(std::integral_constant<int, 1>{}, r);
+        });
       }
     }
 }

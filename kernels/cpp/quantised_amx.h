@@ -13,7 +13,9 @@
 
 #if HAS_TILES
 #include <algorithm>
+#include <utility>
 
+#include "products.h"
 #include "quantised_layout.h"
 #include "team.h"
 
@@ -208,23 +210,17 @@ void linear_by_amx(const QuantisedArgs& a, Team& team) {
   const int64_t num_blocks = (a.rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
   int8_t* const integers = (int8_t*)team.memory();
   auto* const numbers = (GroupNumbers*)(integers + num_blocks * groups * Group::bytes);
-  const Range ours = team.share(a.rows * groups);
-  for (int64_t i = ours.begin; i < ours.end;) {
-    const int64_t r = i / groups, first = i % groups, end = std::min(groups, first + ours.end - i);
+  quantise_rows<Group>(a, team, [&](int64_t r) {
     const int64_t group = r / BLOCK_ROWS * groups, row = r % BLOCK_ROWS;
-    quantise_row<Group>(a.x + r * a.size, first, end, integers + group * Group::bytes + row * Group::row_bytes,
-                        numbers + group * BLOCK_ROWS + row);
-    i += end - first;
-  }
-  team.barrier();
+    return std::pair(integers + group * Group::bytes + row * Group::row_bytes, numbers + group * BLOCK_ROWS + row);
+  });
   constexpr TileShape sums, activations{BLOCK_ROWS, Group::row_bytes}, weights{Group::weight_rows};
   const Tiles tiles({sums, sums, sums, sums, activations, activations, weights, weights});
   ChunkProduct<Layout, Group> product(a);
   const int64_t num_pairs = (num_tiles + PAIR - 1) / PAIR, num_chunks = (num_blocks + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
-  const int64_t rows = std::min<int64_t>(a.rows, CHUNK_BLOCKS * BLOCK_ROWS);
-  const int64_t most = std::max<int64_t>(1, GRAIN_PRODUCTS / (rows * a.size * TILE * PAIR));
-  const int64_t grain = std::max<int64_t>(1, std::min(most, num_pairs * num_chunks / (8 * team.size())));
-  for (Range range; (range = team.take(num_pairs * num_chunks, grain)).begin < range.end;)
+  const int64_t count = num_pairs * num_chunks, rows = std::min<int64_t>(a.rows, CHUNK_BLOCKS * BLOCK_ROWS);
+  const int64_t grain = grain_of(count, rows * a.size * TILE * PAIR, team.size());
+  for (Range range; (range = team.take(count, grain)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
       const int64_t chunk = i / num_pairs, block = chunk * CHUNK_BLOCKS;
       // The last tile of an odd number is multiplied beside one that another pair has.

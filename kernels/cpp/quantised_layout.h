@@ -1,15 +1,16 @@
 // How quantised weights lie in memory, and what products with them are given.
 #pragma once
 
+#include <algorithm>
+
 #include "activations.h"
 #include "simd.h"
+#include "team.h"
 
 // Outputs that lie together. The weights of a tile are, group by group: the integers, TILE scales, TILE minimums.
 constexpr int TILE = 16;
 // How far ahead of the products weights are fetched, bytes.
 constexpr int64_t AHEAD = 8192;
-// As many are taken by a thread at a time, about.
-constexpr int64_t GRAIN_PRODUCTS = 1 << 23;
 
 template <int BITS, int GROUP, bool HAS_MINIMUMS, class ScaleType>
 struct TileLayout {
@@ -41,4 +42,19 @@ void with_layout(const Args& a, Function f) {
   };
   if (a.wide_scales) scaled(float{});
   else scaled(Float16{});
+}
+
+// The activations as integers, groups of rows shared out to the members; place(row) is where a row's first group belongs,
+// and its numbers.
+template <class Group, class Place>
+void quantise_rows(const QuantisedArgs& a, Team& team, Place place) {
+  const int64_t groups = a.size / Group::group;
+  const Range ours = team.share(a.rows * groups);
+  for (int64_t i = ours.begin; i < ours.end;) {
+    const int64_t r = i / groups, first = i % groups, end = std::min(groups, first + ours.end - i);
+    const auto [integers, numbers] = place(r);
+    quantise_row<Group>(a.x + r * a.size, first, end, integers, numbers);
+    i += end - first;
+  }
+  team.barrier();
 }

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from kernels.halves import HalvesMatrix
-from kernels.quantised import TILE, QuantisedMatrix
+from kernels.quantised import QuantisedMatrix
+from kernels.tiled import TILE, TiledMatrix
 from model_runner.kept import Kept
 from model_runner.target import Target
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from model_runner.shard import Shard
 
     Product = Callable[[torch.Tensor, torch.Tensor], None]
-    Weights = QuantisedMatrix | HalvesMatrix | torch.Tensor
+    Weights = TiledMatrix | torch.Tensor
 
 
 class Matrix:
@@ -109,19 +110,15 @@ def _product(weights: torch.Tensor) -> Product:
 
 def _kind(part: Kept) -> object:
     """Equal for neighbours that may become one."""
-    if not isinstance(part.weights, QuantisedMatrix | HalvesMatrix):
+    if not isinstance(part.weights, TiledMatrix):
         return None
-    if part.shape[0] % TILE:
-        return part
-    return part.weights.format if isinstance(part.weights, QuantisedMatrix) else part.weights.tiles.dtype
+    return part if part.shape[0] % TILE else part.weights.layout
 
 
 def _joined(weights: list[Weights | None]) -> Weights:
     """All of one kind."""
     if len(weights) == 1 and weights[0] is not None:
         return weights[0]
-    if quantised := [part for part in weights if isinstance(part, QuantisedMatrix)]:
-        return QuantisedMatrix.joined(quantised)
-    if halves := [part for part in weights if isinstance(part, HalvesMatrix)]:
-        return HalvesMatrix.joined(halves)
+    if tiled := [part for part in weights if isinstance(part, TiledMatrix)]:
+        return tiled[0].joined(tiled)
     return torch.cat([part for part in weights if isinstance(part, torch.Tensor)])
