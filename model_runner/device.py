@@ -13,6 +13,7 @@ from kernels.ops import make_ops
 from kernels.reference import FP8
 from model_runner.graph_backend import CudaGraphs
 from model_runner.host_copy import CudaCopier, copy_here
+from model_runner.kept import type_name
 from model_runner.memory import CudaMemory
 from model_runner.parallel import Workers, make_workers
 from protos.config import MIB
@@ -73,7 +74,7 @@ class DevicePolicy:
 
     @property
     def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+        return type_name(self.dtype)
 
     def tensor(self, array: npt.NDArray[np.generic[Any]]) -> torch.Tensor:
         """A copy or view of a numpy array on the device; on a CPU it shares the array's memory."""

@@ -57,7 +57,7 @@ class Kept:
         if isinstance(self.weights, QuantisedMatrix):
             return f"{self.weights.format.bits}-bit integers"
         tensor = self.weights.tiles if isinstance(self.weights, HalvesMatrix) else self.weights
-        return "" if tensor is None else type_name(tensor)
+        return "" if tensor is None else type_name(tensor.dtype)
 
     def _make(self, dtype: torch.dtype) -> QuantisedMatrix | HalvesMatrix | torch.Tensor:
         if self._form is not None:
@@ -65,5 +65,6 @@ class Kept:
         return HalvesMatrix(*self.shape, dtype) if dtype in HALVES else torch.zeros(self.shape)
 
 
-def type_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def type_name(dtype: torch.dtype) -> str:
+    """As options name it."""
+    return str(dtype).removeprefix("torch.")

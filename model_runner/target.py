@@ -60,7 +60,7 @@ class Target:
     def held(self) -> Iterator[tuple[str, int]]:
         """What it is, in words, with its bytes."""
         if not self.kept:
-            yield type_name(self.tensor), self.tensor.nbytes
+            yield type_name(self.tensor.dtype), self.tensor.nbytes
         for kept in self.kept:
             yield kept.kind, kept.nbytes
 

@@ -25,7 +25,7 @@ from protos.tailrace.v1.generation_pb2 import GenerateRequest
 from tests.adapter_files import save_adapter
 from tests.e2e.serving import ServerProcess, run, serving, stream_request, until
 from tests.e2e.test_admin_service import operated
-from tests.e2e.test_core_recovery import collect, mixed_specs
+from tests.e2e.test_core_recovery import collect, mixed_specs, with_and_without_kills
 from tests.e2e.test_front_ends import Served, free_port
 from tests.e2e.test_generation import ENDLESS, assert_works, details_of, failure
 from tests.e2e.test_kv_events import Follower
@@ -358,15 +358,7 @@ def test_streams_with_adapters_go_on_when_the_core_is_killed(paths):
     async def main():
         adapters = f"a={paths['a']},b={paths['b']}"
         async with operated(adapters=adapters, null_step_ms=4, max_num_seqs=40) as (llm, stub, admin, _):
-            undisturbed = await asyncio.gather(*(collect(stub, spec) for spec in adapted_specs(24)))
-            streams = [asyncio.create_task(collect(stub, spec)) for spec in adapted_specs(24)]
-            for count in range(1, 4):
-                await until(lambda: any(state.has_progressed for state in llm._live.values()))
-                os.kill(llm.core.pid, signal.SIGKILL)
-                await until(lambda count=count: llm.cores.num_restarts == count and not llm.recovering)
-            disturbed = await asyncio.gather(*streams)
-            await assert_works(llm, stub)
-            return undisturbed, disturbed, await names(admin)
+            return *await with_and_without_kills(llm, stub, adapted_specs(24), num_kills=3), await names(admin)
 
     undisturbed, disturbed, left = run(main)
     assert disturbed == undisturbed

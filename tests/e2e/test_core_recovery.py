@@ -60,18 +60,23 @@ async def collect(stub, spec):
     return {index: (ids, "".join(text), logprobs, ends) for index, (ids, text, logprobs, ends) in found.items()}, prompt
 
 
+async def with_and_without_kills(llm, stub, specs, num_kills):
+    """What streams bring, and what they bring when the core is killed under them so many times; then all works."""
+    undisturbed = await asyncio.gather(*(collect(stub, spec) for spec in specs))
+    streams = [asyncio.create_task(collect(stub, spec)) for spec in specs]
+    for count in range(1, num_kills + 1):
+        await until(lambda: any(state.has_progressed for state in llm._live.values()))
+        os.kill(llm.core.pid, signal.SIGKILL)
+        await until(lambda count=count: llm.cores.num_restarts == count and not llm.recovering)
+    disturbed = await asyncio.gather(*streams)
+    await assert_works(llm, stub)
+    return undisturbed, disturbed
+
+
 def test_core_killed_ten_times_under_sixty_four_streams_changes_no_token():
     async def main():
         async with serving(null_step_ms=4, max_num_seqs=96) as (llm, stub, _):
-            undisturbed = await asyncio.gather(*(collect(stub, spec) for spec in mixed_specs(64)))
-            streams = [asyncio.create_task(collect(stub, spec)) for spec in mixed_specs(64)]
-            for count in range(1, 11):
-                await until(lambda: any(state.has_progressed for state in llm._live.values()))
-                os.kill(llm.core.pid, signal.SIGKILL)
-                await until(lambda count=count: llm.cores.num_restarts == count and not llm.recovering)
-            disturbed = await asyncio.gather(*streams)
-            await assert_works(llm, stub)
-            return undisturbed, disturbed
+            return await with_and_without_kills(llm, stub, mixed_specs(64), num_kills=10)
 
     undisturbed, disturbed = run(main)
     assert disturbed == undisturbed
