@@ -14,7 +14,7 @@ from model_runner.quantise import GROUP, QUANTISED, quantise
 if TYPE_CHECKING:
     from kernels.quantised import QuantisedFormat
 
-_CHUNK_WEIGHTS = 1 << 16
+_CHUNK_WEIGHTS = 1 << 14
 """Weights quantised at a time. What is made on the way should be small: the allocator leaves holes where it was."""
 HALVES = (torch.bfloat16, torch.float16)
 
