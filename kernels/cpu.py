@@ -62,13 +62,13 @@ class CpuOps(ReferenceOps):
         self._add = calls.kernel("add")
         self._scale = calls.kernel("scale")
         self._add_low_rank = calls.kernel("add_low_rank")
+        self._argmax = calls.kernel("argmax")
         self._rows = calls.kernel("rows")
         self._quantised_linear = calls.kernel("quantised_linear")
         self._quantised_rows = calls.kernel("quantised_rows")
         self._halves_linear = calls.kernel("halves_linear")
         self._halves_rows = calls.kernel("halves_rows")
         self._step_tensors = calls.kernel("step_tensors")
-        self._store_tokens = calls.kernel("store_tokens")
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if self.calls.recording is not None or math.prod(shape) * dtype.itemsize < LARGE:
@@ -359,12 +359,17 @@ class CpuOps(ReferenceOps):
             block_size,
         )
 
-    def store_tokens(
-        self, token_table: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, drawn: torch.Tensor
-    ) -> None:
-        assert drawn.dtype == rows.dtype == positions.dtype == torch.int32
-        pointers = token_table.data_ptr(), rows.data_ptr(), positions.data_ptr(), drawn.data_ptr()
-        self._store_tokens(*pointers, drawn.shape[0], token_table.stride(0))
+    def argmax(self, logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        assert logits.is_contiguous()
+        assert logits.dtype == torch.float32
+        count, size = logits.shape
+        if rows is not None:
+            assert rows.is_contiguous()
+            assert rows.dtype == torch.int64
+            count = len(rows)
+        out = torch.empty(count, dtype=torch.int32)
+        self._argmax(logits.data_ptr(), None if rows is None else rows.data_ptr(), out.data_ptr(), count, size)
+        return out
 
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()

@@ -53,6 +53,7 @@ _ARGUMENTS = {
     "add": _fields(pointer="x y", long="rows size y_stride", int="dtype"),
     "scale": _fields(pointer="x", long="cells", float="factor", int="dtype"),
     "add_low_rank": _fields(pointer="x out a b tokens", long="count ins outs stride", int="rank dtype"),
+    "argmax": _fields(pointer="x rows out", long="count size"),
     "rows": _fields(pointer="table indices out", long="count bytes stride"),
     "quantised_linear": _fields(
         pointer="tiles x out",
@@ -69,7 +70,6 @@ _ARGUMENTS = {
         "block_tables",
         long="token_stride block_stride out_stride num_rows padded_rows padded_tokens width block_size",
     ),
-    "store_tokens": _fields(pointer="token_table rows positions drawn", long="count stride"),
 }
 """Of each kernel the fields of its arguments, as cpp/ declares them."""
 

@@ -12,7 +12,7 @@ class HalvesMatrix(TiledMatrix):
     """Numbers of bfloat16 or float16."""
 
     def __init__(self, outputs: int, inputs: int, dtype: torch.dtype) -> None:
-        super().__init__(outputs, inputs, torch.zeros(-(-outputs // TILE), inputs, TILE, dtype=dtype))
+        super().__init__(outputs, inputs, (inputs, TILE), dtype)
 
     @property
     def layout(self) -> torch.dtype:

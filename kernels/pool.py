@@ -1,7 +1,8 @@
 """Pool: memory that tensors come from and go back to when the last view of them is gone.
 
 The system gives large pieces of memory page by page, and takes longer for it than a kernel does to fill them: the pool
-keeps what it was given.
+keeps what it was given. numpy asks for pages of 2 MiB where it takes much at once: products that wait for memory find
+their weights there with fewer steps.
 """
 
 from __future__ import annotations

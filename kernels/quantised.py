@@ -54,8 +54,7 @@ class QuantisedMatrix(TiledMatrix):
             raise ValueError(f"{inputs} inputs are not whole groups of {form.group}")
         self.format = form
         self.num_groups = inputs // form.group
-        tiles = torch.zeros(-(-outputs // TILE), self.num_groups, form.group_bytes, dtype=torch.uint8)
-        super().__init__(outputs, inputs, tiles)
+        super().__init__(outputs, inputs, (self.num_groups, form.group_bytes), torch.uint8)
 
     @property
     def layout(self) -> QuantisedFormat:

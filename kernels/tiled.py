@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.pool import Pool
+
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
     from typing import Self
 
 TILE = 16
 """Outputs that lie together; cpp/quantised_layout.h has the same."""
+_MEMORY = Pool()
+"""All weights side by side: apart, those below 2 MiB would not be on pages of that size."""
 
 
 class TiledMatrix(ABC):
     """Weights [outputs, inputs], filled rows by rows, in order; vectors run over the TILE outputs of a tile."""
 
-    def __init__(self, outputs: int, inputs: int, tiles: torch.Tensor) -> None:
+    def __init__(self, outputs: int, inputs: int, tile_shape: tuple[int, int], dtype: torch.dtype) -> None:
+        """`tile_shape`: of the tensor that is one tile."""
         self.shape = outputs, inputs
-        self.tiles = tiles
+        self.tiles = _MEMORY.empty((-(-outputs // TILE), *tile_shape), dtype).zero_()
         """[tiles, ...]; what is beyond the last output is 0."""
 
     @property
@@ -39,7 +44,9 @@ class TiledMatrix(ABC):
         assert all(part.shape[0] % TILE == 0 for part in parts[:-1]), "only the last may end inside a tile"
         whole = copy(parts[0])
         whole.shape = sum(part.shape[0] for part in parts), parts[0].shape[1]
-        whole.tiles = torch.cat([part.tiles for part in parts])
+        tiles = [part.tiles for part in parts]
+        shape = sum(map(len, tiles)), *tiles[0].shape[1:]
+        whole.tiles = torch.cat(tiles, out=_MEMORY.empty(shape, tiles[0].dtype))
         return whole
 
     @property

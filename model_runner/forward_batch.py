@@ -66,6 +66,8 @@ class ForwardBuffers:
             block_tables=zeros(self.max_rows, batch.block_table.shape[1]),
         )
         self._every_token = torch.arange(self.max_rows, device=policy.device)
+        self._padded: dict[int, StepTensors] = {}
+        """By the size that steps are padded to, as wide as the last such step."""
 
     def fill(self, step: SchedulerOutput, kv_caches: KVCaches, spans: PromptSpans | None = None) -> ForwardBatch:
         """The batch of a step. It holds until the next one is filled."""
@@ -82,7 +84,7 @@ class ForwardBuffers:
     def padding(self, size: int, kv_caches: KVCaches) -> ForwardBatch:
         """The batch of a step without any row, padded to rows of one token each, all of which count as drawing: what is
         recorded of it is of every step that fits into it."""
-        tensors = self._view(size, size, self._all.block_tables.shape[1])
+        tensors = self._padded[size] = self._view(size, size, self._all.block_tables.shape[1])
         tensors.input_ids.zero_()
         tensors.positions.zero_()
         tensors.slots.fill_(-1)
@@ -93,7 +95,10 @@ class ForwardBuffers:
 
     def fill_padded(self, step: SchedulerOutput, size: int) -> None:
         """Puts a step whose rows compute and draw one token each where `padding` of the size has its tensors."""
-        self._fill(step, self._view(size, size, self._width(step)))
+        width, tensors = self._width(step), self._padded[size]
+        if tensors.block_tables.shape[1] != width:
+            tensors = self._padded[size] = self._view(size, size, width)
+        self._fill(step, tensors)
 
     def _width(self, step: SchedulerOutput) -> int:
         """Blocks of the longest row."""

@@ -119,5 +119,9 @@ class InputBatch:
 
     def record(self, rows: Int32s, positions: Int32s, token_ids: torch.Tensor) -> None:
         """Tokens drawn [S] int32, on the device, become known ones there: what the next step computes."""
+        if self._policy.shares_memory:
+            # A row that drew nothing may be in the next step already, where it needs a token, but counts for nothing.
+            self.token_ids[rows, positions] = np.maximum(token_ids.numpy(), 0)
+            return
         on_device = self._policy.tensor(np.stack([rows, positions]))
         self._policy.ops.store_tokens(self.token_table, on_device[0], on_device[1], token_ids)

@@ -1,9 +1,12 @@
-// Kernels that touch each number once: KV-cache write, norms, rotary embedding, activations, sums, rows of a table.
+// Kernels that touch each number once: KV-cache write, norms, rotary embedding, activations, sums, rows of a table,
+// the largest of a row.
 #pragma once
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
+#include "activations.h"
 #include "simd.h"
 #include "team.h"
 
@@ -316,4 +319,52 @@ struct RowsArgs {
 inline void take_rows(const RowsArgs& a, Team& team) {
   const Range rows = team.share(a.count);
   for (int64_t r = rows.begin; r < rows.end; r++) memcpy(a.out + r * a.bytes, a.table + a.indices[r] * a.stride, a.bytes);
+}
+
+// The place of each row's largest number, the first of several; -1 where that is -inf or any is not a number.
+struct ArgmaxArgs {
+  const float* x;       // rows of `size`, dense
+  const int64_t* rows;  // [count]; none is the first `count`
+  int32_t* out;         // [count]
+  int64_t count, size;
+
+  int64_t cells() const { return count * size; }
+};
+
+inline int32_t argmax_row(const float* x, int64_t size) {
+  using S = Simd<WIDTH>;
+  constexpr int VECTORS = 4, CELLS = VECTORS * WIDTH;
+  constexpr float LEAST = -std::numeric_limits<float>::infinity();
+  const int64_t whole = size / CELLS * CELLS;
+  S::F most[VECTORS] = {S::fill(LEAST), S::fill(LEAST), S::fill(LEAST), S::fill(LEAST)};
+  S::I strange = {};
+  for (int64_t i = 0; i < whole; i += CELLS)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) {
+      const S::F cells = S::load(x + i + v * WIDTH);
+      most[v] = cells > most[v] ? cells : most[v];
+      strange |= cells != cells;
+    }
+  float largest = LEAST;
+  for (const S::F& each : most) largest = std::max(largest, S::max(each));
+  bool is_strange = sum_lanes(strange) != 0;
+  for (int64_t i = whole; i < size; i++) {
+    largest = x[i] > largest ? x[i] : largest;
+    is_strange |= x[i] != x[i];
+  }
+  if (is_strange || largest == LEAST) return -1;
+  int64_t i = 0;
+  for (; i < whole; i += CELLS) {
+    S::I found = {};
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) found |= S::load(x + i + v * WIDTH) == largest;
+    if (sum_lanes(found)) break;
+  }
+  while (x[i] != largest) i++;
+  return (int32_t)i;
+}
+
+inline void argmax(const ArgmaxArgs& a, Team& team) {
+  const Range ours = team.share(a.count);
+  for (int64_t i = ours.begin; i < ours.end; i++) a.out[i] = argmax_row(a.x + (a.rows ? a.rows[i] : i) * a.size, a.size);
 }

@@ -45,6 +45,7 @@ static const Kernel KERNELS[] = {
     {"add", TYPED(AddArgs, add), many_cells<AddArgs>, no_scratch},
     {"scale", TYPED(ScaleArgs, scale), many_cells<ScaleArgs>, no_scratch},
     {"add_low_rank", TYPED(LowRankArgs, add_low_rank), many_cells<LowRankArgs>, no_scratch},
+    {"argmax", PLAIN(ArgmaxArgs, argmax), many_cells<ArgmaxArgs>, no_scratch},
     {"rows", PLAIN(RowsArgs, take_rows), many_cells<RowsArgs>, no_scratch},
     {"quantised_linear", PLAIN(QuantisedArgs, quantised_linear),
      [](const void* args) { return is_long_product(*(const QuantisedArgs*)args); },
@@ -55,7 +56,6 @@ static const Kernel KERNELS[] = {
      [](const void* args, int threads) { return halves_scratch(*(const HalvesArgs*)args, threads); }},
     {"halves_rows", TYPED(HalvesRowsArgs, halves_rows), many_cells<HalvesRowsArgs>, no_scratch},
     {"step_tensors", PLAIN(StepArgs, step_tensors), is_short, no_scratch},
-    {"store_tokens", PLAIN(StoreTokensArgs, store_tokens), is_short, no_scratch},
 };
 
 // All else stays in its variant: statics of the same name are not shared between them.

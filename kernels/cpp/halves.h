@@ -107,7 +107,7 @@ void for_panels(const HalvesArgs& a, Team& team, Function f) {
   constexpr int64_t PANEL = NUM_TILES * TILE;
   const int64_t num_panels = (a.outputs + PANEL - 1) / PANEL;
   const int64_t count = num_panels * ((a.rows + CHUNK_ROWS - 1) / CHUNK_ROWS);
-  const int64_t grain = grain_of(count, std::min(CHUNK_ROWS, a.rows) * a.size * PANEL, team.size());
+  const int64_t grain = grain_of(a.rows, count, std::min(CHUNK_ROWS, a.rows) * a.size * PANEL, team.size());
   for (Range range; (range = team.take(count, grain)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
       const int64_t first = i % num_panels * PANEL, begin = i / num_panels * CHUNK_ROWS;

@@ -15,10 +15,15 @@ bool is_long_product(const Args& a) {
   return a.rows * a.outputs * a.size > PARALLEL_PRODUCTS;
 }
 
-// How many of `count` pieces of work a thread takes at a time, of up to `products` each.
-inline int64_t grain_of(int64_t count, int64_t products, int threads) {
+// With up to so many rows it is the weights that take time, to come from memory.
+constexpr int64_t FEW_ROWS = 8;
+
+// How many of `count` pieces of work a thread takes at a time, of up to `products` each; of the weights of few rows
+// much, since memory is faster where it is read on and on.
+inline int64_t grain_of(int64_t rows, int64_t count, int64_t products, int threads) {
   const int64_t most = GRAIN_PRODUCTS / std::max<int64_t>(1, products);
-  return std::max<int64_t>(1, std::min(most, count / (8 * threads)));
+  const int times = rows <= FEW_ROWS ? 2 : 8;
+  return std::max<int64_t>(1, std::min(most, count / (times * threads)));
 }
 
 // Calls f(count, first row), with a constant for a count, for the rows [begin, end): blocks of MOST, and what is left in

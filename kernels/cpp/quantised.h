@@ -190,7 +190,7 @@ void quantised_linear(const QuantisedArgs& a, Team& team) {
   quantise_rows<Group>(a, team, [&](int64_t r) { return std::pair(integers + r * x_stride, numbers + r * groups); });
   const int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / x_stride / BLOCK) * BLOCK;
   const int64_t count = num_tiles * ((a.rows + chunk - 1) / chunk);
-  const int64_t grain = grain_of(count, std::min(chunk, a.rows) * a.size * TILE, team.size());
+  const int64_t grain = grain_of(a.rows, count, std::min(chunk, a.rows) * a.size * TILE, team.size());
   for (Range range; (range = team.take(count, grain)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
       const int64_t c = i / num_tiles, t = i % num_tiles;

@@ -219,7 +219,7 @@ void linear_by_amx(const QuantisedArgs& a, Team& team) {
   ChunkProduct<Layout, Group> product(a);
   const int64_t num_pairs = (num_tiles + PAIR - 1) / PAIR, num_chunks = (num_blocks + CHUNK_BLOCKS - 1) / CHUNK_BLOCKS;
   const int64_t count = num_pairs * num_chunks, rows = std::min<int64_t>(a.rows, CHUNK_BLOCKS * BLOCK_ROWS);
-  const int64_t grain = grain_of(count, rows * a.size * TILE * PAIR, team.size());
+  const int64_t grain = grain_of(a.rows, count, rows * a.size * TILE * PAIR, team.size());
   for (Range range; (range = team.take(count, grain)).begin < range.end;)
     for (int64_t i = range.begin; i < range.end; i++) {
       const int64_t chunk = i / num_pairs, block = chunk * CHUNK_BLOCKS;

@@ -1,5 +1,4 @@
-// What a step computes, looked up in tables of tokens and blocks; and where what it drew is stored. So little work that
-// one member of the team does it.
+// What a step computes, looked up in tables of tokens and blocks: so little work that one member of the team does it.
 #pragma once
 
 #include <algorithm>
@@ -48,17 +47,4 @@ inline void step_tensors(const StepArgs& a, Team& team) {
     a.input_ids[token] = a.positions[token] = 0;
     a.slots[token] = -1;
   }
-}
-
-struct StoreTokensArgs {
-  int32_t* token_table;      // rows stride apart
-  const int32_t* rows;       // [count]
-  const int32_t* positions;  // [count]
-  const int32_t* drawn;      // [count]
-  int64_t count, stride;
-};
-
-inline void store_tokens(const StoreTokensArgs& a, Team& team) {
-  if (team.member()) return;
-  for (int64_t i = 0; i < a.count; i++) a.token_table[a.rows[i] * a.stride + a.positions[i]] = std::max(a.drawn[i], 0);
 }

@@ -162,3 +162,27 @@ def test_halves_convert_as_torch_does(ops: CpuOps):
         ops.rms_norm(x, one, 1.0, mine)
         expected = (x.float() + scaled.float()).to(dtype)
         assert torch.equal(mine, expected)
+
+
+@pytest.mark.parametrize("size", [3, 64, 3000, 49152, 50257])
+def test_the_largest_of_each_row_is_the_twins(ops: CpuOps, size: int):
+    logits = torch.randn(40, size)
+    assert ops.argmax(logits).equal(ReferenceOps().argmax(logits))
+    some = torch.tensor([39, 0, 7])
+    assert ops.argmax(logits, some).equal(ReferenceOps().argmax(logits, some))
+
+
+@pytest.mark.parametrize("size", [5, 64, 3000])
+def test_58_of_equal_numbers_the_first_is_the_largest_and_none_where_one_is_not_a_number(ops: CpuOps, size: int):
+    logits = torch.randn(7, size)
+    logits[0, [1, 3, size - 1]] = 50.0
+    logits[1] = 0.0
+    logits[2] = -torch.inf
+    logits[3, size - 1] = torch.nan
+    logits[4, 0] = torch.nan
+    logits[5, 1] = torch.inf
+    logits[6] = -torch.inf
+    logits[6, size - 2] = -3.4e38
+    largest = ops.argmax(logits)
+    assert largest.dtype is torch.int32
+    assert largest.tolist() == [1, 0, -1, -1, -1, 1, size - 2]

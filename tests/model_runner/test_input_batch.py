@@ -112,6 +112,24 @@ def test_a_step_keeps_its_tensors_when_the_batch_changes(policy: DevicePolicy):
     assert (forward.block_tables.tolist(), forward.input_ids.tolist()) == before
 
 
+def test_a_row_that_drew_nothing_has_a_token_all_the_same(policy: DevicePolicy):
+    batch = make_batch(policy)
+    batch.record(ints(1, 4), ints(40, 5), torch.tensor([7, -1], dtype=torch.int32))
+    following = forward_batch(batch, step(ints(1, 4), ints(40, 5), ints(1, 1), [True, True]))
+    assert following.input_ids.tolist() == [7, 0]
+
+
+def test_a_padded_step_has_the_blocks_of_its_longest_row_when_rows_grow(policy: DevicePolicy):
+    batch = make_batch(policy)
+    buffers = ForwardBuffers(64, 6, batch, policy)
+    recorded = buffers.padding(2, {})
+    for start, width in ((4, 1), (39, 3), (14, 1), (39, 3)):
+        rows = ints(4, 1) if start == 4 else ints(1)
+        starts, counts = (ints(4, 4), ints(1, 1)) if start == 4 else (ints(start), ints(1))
+        buffers.fill_padded(step(rows, starts, counts, [True] * len(rows)), 2)
+        assert recorded.block_tables[len(rows) - 1, :width].tolist() == [7, 3, 9][:width]
+
+
 def test_every_step_lies_in_the_same_memory(policy: DevicePolicy):
     batch = make_batch(policy)
     buffers = ForwardBuffers(64, 6, batch, policy)

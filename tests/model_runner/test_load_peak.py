@@ -24,6 +24,8 @@ TOTAL = 4 * (LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER + 2 * HIDDEN) + 
 """Bytes in float32."""
 SLACK = 3 * MIB
 """For what is made on the way, and for allocators."""
+PAGE = 2 * MIB
+"""Packed weights lie in pages of this size, of which one may be held for little in each piece of memory."""
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": VOCAB,
@@ -103,6 +105,6 @@ def test_beside_the_model_a_load_holds_one_shard(tmp_path: Path):
     assert 0 < beside["same"] < 16 * MIB + SLACK
     assert 0 < beside["cast"] < 8 * MIB + SLACK
     assert 0 < beside["kept"] < 8 * MIB + SLACK
-    assert 0 < beside["int4:kept"] < 8 * MIB + 2 * SLACK
+    assert 0 < beside["int4:kept"] < 8 * MIB + 2 * SLACK + 2 * PAGE
     assert 0 < beside["single"] < MAPPED_BYTES + 4 * MIB + SLACK
     assert 0 < beside["tiny.gguf"] < 4 * MIB + SLACK
