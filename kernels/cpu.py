@@ -15,7 +15,7 @@ from kernels.reference import ReferenceOps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernels.cpu_program import Programs
+    from kernels.cpu_program import Program, Sizes
     from kernels.halves import HalvesMatrix
     from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
@@ -286,10 +286,10 @@ class CpuOps(ReferenceOps):
         self._rows(*pointers, count, size * cell, table.stride(0) * cell)
         return out
 
-    def programs(self) -> Programs:
-        from kernels.cpu_program import Programs
+    def program(self, record: Callable[[Sizes], torch.Tensor], most: Sizes) -> Program:
+        from kernels.cpu_program import Program
 
-        return Programs(self.calls)
+        return Program(self.calls, record, most)
 
     def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:
         assert indices.dtype == torch.int64

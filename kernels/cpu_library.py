@@ -133,12 +133,12 @@ def variants() -> list[str]:
 
 
 class Calls:
-    """Carries out kernels on some threads, and tells a recording of it, if there is one."""
+    """Carries out kernels on some threads, or records that they were called for."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.library, self.num_threads = library, num_threads
-        self.recording: list[ctypes.Structure] | None = None
-        """The calls made, in order, each followed by its arguments."""
+        self.recording: list[tuple[int, ctypes.Structure]] | None = None
+        """Kernels and their arguments, in order, while they are recorded instead of carried out."""
 
     def kernel(self, name: str) -> Callable[..., None]:
         """Calls a kernel with the values of its arguments, in order."""
@@ -148,9 +148,9 @@ class Calls:
 
         def call(*values: Any) -> None:
             arguments = make(*values)
-            one = Call(address, addressof(arguments))
-            run(one, num_threads)
-            if self.recording is not None:
-                self.recording += [one, arguments]
+            if self.recording is None:
+                run(Call(address, addressof(arguments)), num_threads)
+            else:
+                self.recording.append((address, arguments))
 
         return call

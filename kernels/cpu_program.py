@@ -1,14 +1,17 @@
-"""Programs: what CpuOps were called for, to be called again as one list, without Python in between.
+"""Program: the kernels that are called for work of any size, as one list, without Python in between.
 
-The memory of what is computed on the way belongs to a pool that all programs share, so one of them runs at a time, and
-its result holds until the next runs.
+The work has a few sizes: of a step, its tokens, its rows and those that draw. Kernels are recorded for some sizes, not
+carried out. What is computed on the way lies in the same places for all of them, those it has in the largest work; so
+of the kernels' arguments only numbers differ, which grow evenly with each size, and are known for all sizes then.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,10 +22,15 @@ from kernels.pool import Pool
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy.typing as npt
+
     from kernels.cpu_library import Calls
 
-LARGEST_BATCH = 64
-"""Rows; a step of more takes many times longer than Python does between its kernels."""
+    Recording = list[tuple[int, ctypes.Structure]]
+    Numbers = npt.NDArray[np.signedinteger[Any]]
+
+Sizes = tuple[int, ...]
+"""Of work, each named by its place."""
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -30,24 +38,89 @@ _EMPTY = {
 }
 
 
-class _OpsOnly(TorchDispatchMode):
-    """What torch may do while a program is recorded: look at tensors in other ways, and take memory from the pool."""
+class Program:
+    """What `record` calls for. One thread runs it, and its result holds until it runs again."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, calls: Calls, record: Callable[[Sizes], torch.Tensor], most: Sizes) -> None:
+        """`record` is called for several sizes up to `most`, each at least 2, and tells the result: one row for each of
+        the last size. The tensors it reads must stay where they are.
+
+        Raises NotCapturableError if more is computed than kernels do, or arguments do not grow evenly.
+        """
+        self._library, self._num_threads = calls.library, calls.num_threads
+        self._record = record  # keeps what the kernels read
+        self._places = _Places()
+        largest, self._result = self._recorded(calls, most)
+        few = [tuple(2 if size < grown else 1 for size in range(len(most))) for grown in range(len(most) + 1)]
+        recordings = [self._recorded(calls, sizes)[0] for sizes in few]
+        if any(_kernels(each) != _kernels(largest) for each in recordings):
+            raise NotCapturableError("other kernels are called when there is more to do")
+        self._memory = _image(largest)
+        self._calls = (Call * len(largest))()
+        address, at = self._memory.ctypes.data, 0
+        for place, (kernel, arguments) in enumerate(largest):
+            self._calls[place] = Call(kernel, address + at)
+            at += _width(arguments)
+        self._sizes = most
+        self._numbers = [
+            _Growth(kind, self._memory, [_image(each) for each in recordings], _offsets(largest, kind), most)
+            for kind in (ctypes.c_int64, ctypes.c_int32)
+        ]
+        differing = self._memory != np.stack([_image(each) for each in recordings])
+        for numbers in self._numbers:
+            differing[:, numbers.bytes] = False
+        if differing.any():
+            raise NotCapturableError("kernels are called with other tensors when there is more to do")
+        self._paces = [Pace() for _ in range(64)]
+        """By the number of bits of the first size: how long it takes is alike for those."""
+
+    def run(self, sizes: Sizes) -> torch.Tensor:
+        """Computes the result from what is in the tensors now."""
+        if sizes != self._sizes:
+            self._sizes = sizes
+            for numbers in self._numbers:
+                numbers.fit(sizes)
+        self._library.run_list(self._calls, self._num_threads, self._paces[sizes[0].bit_length()])
+        return self._result[: sizes[-1]]
+
+    def _recorded(self, calls: Calls, sizes: Sizes) -> tuple[Recording, torch.Tensor]:
+        assert calls.recording is None, "one recording at a time"
+        recording = calls.recording = []
+        try:
+            with self._places:
+                result = self._record(sizes)
+        finally:
+            calls.recording = None
+        return recording, result
+
+
+class _Places(TorchDispatchMode):
+    """What torch may do while kernels are recorded: look at tensors in other ways, and take memory, of which the n-th
+    piece is where the first recording, the largest, has its own."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self._pool = pool
+        self._pool = Pool()
+        self._pieces: list[tuple[int, int]] = []
+        """Address and bytes of each."""
+        self._num_taken = -1
+        """In this recording; below 0 in the first."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         """False: torch would import its compiler, for seconds, to keep it from compiling this."""
         return False
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._num_taken = 0
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY:
-            return self._pool.empty(result.shape, result.dtype)
+            return self._take(result.shape, result.dtype)
         results = result if isinstance(result, (list, tuple)) else [result]
         if any(value.alias_info is None or value.alias_info.is_write for value in func._schema.returns) or any(
             not torch._C._is_alias_of(tensor, args[0]) for tensor in results
@@ -55,54 +128,67 @@ class _OpsOnly(TorchDispatchMode):
             raise NotCapturableError(f"{func} computes outside of the kernels")
         return result
 
+    def _take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        nbytes = math.prod(shape) * dtype.itemsize
+        if self._num_taken < 0:
+            tensor = self._pool.empty(shape, dtype)
+            self._pieces.append((tensor.data_ptr(), nbytes))
+            return tensor
+        address, most = self._pieces[self._num_taken] if self._num_taken < len(self._pieces) else (0, 0)
+        self._num_taken += 1
+        if not 0 < nbytes <= most:
+            raise NotCapturableError("more memory is taken when there is less to do")
+        memory = (ctypes.c_uint8 * nbytes).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
-class Programs:
-    """Programs of the kernels that some CpuOps call: what a GraphBackend of the model runner is, for a CPU."""
 
-    captures_ahead = False
-    """A recording takes hardly longer than the step it is made of."""
+class _Growth:
+    """The numbers of one kind among the arguments, in the memory that the kernels read."""
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls, self._pool = calls, Pool()
-        self._is_warm = False
+    def __init__(
+        self,
+        kind: type[ctypes._SimpleCData[int]],
+        memory: npt.NDArray[np.uint8],
+        few: list[npt.NDArray[np.uint8]],
+        offsets: list[int],
+        most: Sizes,
+    ) -> None:
+        """`few`: images of the same for sizes of 1, and with one more of them 2 in each."""
+        dtype = np.dtype(kind)
+        at = np.array(offsets, np.intp) // dtype.itemsize
+        values = np.stack([image.view(dtype)[at] for image in few])
+        slopes = np.diff(values, axis=0)
+        constants = values[0] - slopes.sum(axis=0, dtype=dtype)
+        if (constants + most @ slopes != memory.view(dtype)[at]).any():
+            raise NotCapturableError("arguments of kernels do not grow evenly with what there is to do")
+        grows = slopes.any(axis=0)
+        self.bytes = (at[grows, None] * dtype.itemsize + np.arange(dtype.itemsize)).ravel()
+        """Of the memory, those that change."""
+        self._memory: Numbers = memory.view(dtype)
+        self._at, self._constants, self._slopes = at[grows], constants[grows], slopes[:, grows]
 
-    def sizes(self, max_rows: int) -> Sequence[int]:
-        """Of batches that are worth a program, each its own: padding would cost as much as rows do."""
-        return range(1, min(max_rows, LARGEST_BATCH) + 1)
+    def fit(self, sizes: Sizes) -> None:
+        self._memory[self._at] = self._constants + sizes @ self._slopes
 
-    def capture(self, run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Runs `run`; returns its result, and what computes it again from whatever is then in the tensors it read.
 
-        These must stay where they are, and alive as long as `run` is. Raises NotCapturableError if more is computed
-        than kernels do.
-        """
-        assert self._calls.recording is None, "one recording at a time"
-        if not self._is_warm:
-            run()  # What is made at first use is not part of a program.
-            self._is_warm = True
-        recording = self._calls.recording = []
-        try:
-            with _OpsOnly(self._pool):
-                result = run()
-        finally:
-            self._calls.recording = None
-            self._pool.reset()
-        return result, self._program(recording, run)
+def _kernels(recording: Recording) -> list[int]:
+    return [kernel for kernel, _ in recording]
 
-    def _program(self, recording: list[ctypes.Structure], of: object) -> Callable[[], None]:
-        """The calls and their arguments in two pieces of memory. Keeps what they are of: the tensors it reads."""
-        made, arguments = recording[::2], recording[1::2]
-        sizes = [-(-ctypes.sizeof(each) // 8) * 8 for each in arguments]
-        memory = ctypes.create_string_buffer(sum(sizes) or 1)
-        calls = (Call * len(made))()
-        at = ctypes.addressof(memory)
-        for place, (call, each, size) in enumerate(zip(made, arguments, sizes, strict=True)):
-            ctypes.memmove(at, ctypes.addressof(each), ctypes.sizeof(each))
-            calls[place] = Call(call.kernel, at)
-            at += size
-        run, num_threads, pace = self._calls.library.run_list, self._calls.num_threads, Pace()
 
-        def replay(kept: object = (memory, of)) -> None:
-            run(calls, num_threads, pace)
+def _width(arguments: ctypes.Structure) -> int:
+    """Bytes that a kernel's arguments take in the memory."""
+    return -(-ctypes.sizeof(arguments) // 8) * 8
 
-        return replay
+
+def _image(recording: Recording) -> npt.NDArray[np.uint8]:
+    """The arguments of all calls, one after the other."""
+    return np.frombuffer(b"".join(bytes(each).ljust(_width(each), b"\0") for _, each in recording), np.uint8).copy()
+
+
+def _offsets(recording: Recording, kind: type[Any]) -> list[int]:
+    """Where in the image the fields of a kind are."""
+    offsets, at = [], 0
+    for _, arguments in recording:
+        offsets += [at + getattr(type(arguments), name).offset for name, type_ in arguments._fields_ if type_ is kind]
+        at += _width(arguments)
+    return offsets

@@ -16,7 +16,7 @@ from kernels.reference_step import ReferenceStepOps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernels.cpu_program import Programs
+    from kernels.cpu_program import Program, Sizes
     from kernels.halves import HalvesMatrix
     from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
@@ -222,8 +222,8 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
         """Memory for a result of operations on integers that are kept, on a CPU."""
         return torch.empty(shape, dtype=dtype)
 
-    def programs(self) -> Programs:
-        """What records calls of these operations, where they keep integers."""
+    def program(self, record: Callable[[Sizes], torch.Tensor], most: Sizes) -> Program:
+        """What `record` calls these for, as one list for all sizes up to `most`, where operations keep integers."""
         raise NotImplementedError
 
     def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,9 @@ class DevicePolicy:
     shares_memory: bool = True
     """The device computes on the host's memory: what numpy writes there, tensors see."""
     graphs: Callable[[], GraphBackend] | None = None
-    """Makes what records steps that decode; None where every step runs operation by operation."""
+    """Makes what records steps that decode."""
+    has_program: bool = False
+    """Steps of any size are one list of kernels. With neither, every step runs operation by operation."""
     memory: MemoryMeter | None = None
     """Of a device with memory of its own, which weights, steps and KV cache share."""
     to_host: HostCopier = copy_here
@@ -140,7 +142,9 @@ def make_device(config: EngineConfig, spec: BasicSpec, place: Place = ONLY) -> D
         weight_bits=weight_bits,
         activation_bits=int(config.model.activation_bits),
         shares_memory=on_cpu,
-        graphs=_graphs(config, place, device, ops if keeps_weights else None),
+        graphs=None if on_cpu or not _records(config, place) else lambda: CudaGraphs(device),
+        # Torch's own products of floats are no part of a program, nor is what workers add up.
+        has_program=keeps_weights and place.tensor_size == 1 and _records(config, place),
         memory=None if on_cpu else CudaMemory(device),
         to_host=copy_here if on_cpu else CudaCopier(device),
     )
@@ -183,16 +187,9 @@ def _cache_dtype(config: EngineConfig, ops: Ops, dtype: torch.dtype, has_integer
     return _DTYPES[wanted]
 
 
-def _graphs(
-    config: EngineConfig, place: Place, device: torch.device, kept_ops: Ops | None = None
-) -> Callable[[], GraphBackend] | None:
-    """What a stage waits for and hands on is not part of a recording; nor, on a CPU, are torch's own products of
-    floats, and what workers add up. `kept_ops` take weights as they are kept."""
-    if config.executor.graphs == "off" or place.pipeline_size > 1:
-        return None
-    if device.type == "cpu":
-        return kept_ops.programs if kept_ops is not None and place.tensor_size == 1 else None
-    return lambda: CudaGraphs(device)
+def _records(config: EngineConfig, place: Place) -> bool:
+    """What a stage waits for and hands on is not part of a recording."""
+    return config.executor.graphs != "off" and place.pipeline_size == 1
 
 
 def _gpu(place: Place) -> torch.device:

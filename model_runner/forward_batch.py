@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     KVCaches = dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of each layer of the stage."""
+    StepSizes = tuple[int, int, int]
+    """Tokens, rows, and rows that draw."""
 
 
 @dataclass(slots=True)
@@ -51,23 +53,28 @@ class ForwardBuffers:
 
     def __init__(self, num_tokens: int, num_rows: int, batch: InputBatch, policy: DevicePolicy) -> None:
         """`batch` is what steps are of."""
+        self._batch, self._policy = batch, policy
+        self.max_rows = min(num_rows, num_tokens)
+        self.most: StepSizes = max(2, num_tokens), max(2, self.max_rows), max(2, self.max_rows)
+        """What there is room for: two of each at least, so that what grows with them shows."""
+        tokens, rows, draws = self.most
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=policy.device)
 
-        self._batch, self._policy = batch, policy
-        self.max_rows = min(num_rows, num_tokens)
         self._all = StepTensors(
-            input_ids=zeros(num_tokens, dtype=torch.int64),
-            positions=zeros(num_tokens, dtype=torch.int64),
-            slots=zeros(num_tokens, dtype=torch.int64),
-            query_starts=zeros(self.max_rows + 1),
-            seq_lens=zeros(self.max_rows),
-            block_tables=zeros(self.max_rows, batch.block_table.shape[1]),
+            input_ids=zeros(tokens, dtype=torch.int64),
+            positions=zeros(tokens, dtype=torch.int64),
+            slots=zeros(tokens, dtype=torch.int64),
+            query_starts=zeros(rows + 1),
+            seq_lens=zeros(rows),
+            block_tables=zeros(rows, batch.block_table.shape[1]),
         )
-        self._every_token = torch.arange(self.max_rows, device=policy.device)
-        self._padded: dict[int, StepTensors] = {}
-        """By the size that steps are padded to, as wide as the last such step."""
+        self._every_token = torch.arange(rows, device=policy.device)
+        self._drawing = np.zeros(draws, np.int64)
+        self._output_tokens: torch.Tensor = policy.mirror(self._drawing)
+        """Of a step in its place, on a device that shares the host's memory."""
+        self._viewed = (0, 0, 0), self._all
 
     def fill(self, step: SchedulerOutput, kv_caches: KVCaches, spans: PromptSpans | None = None) -> ForwardBatch:
         """The batch of a step. It holds until the next one is filled."""
@@ -84,7 +91,7 @@ class ForwardBuffers:
     def padding(self, size: int, kv_caches: KVCaches) -> ForwardBatch:
         """The batch of a step without any row, padded to rows of one token each, all of which count as drawing: what is
         recorded of it is of every step that fits into it."""
-        tensors = self._padded[size] = self._view(size, size, self._all.block_tables.shape[1])
+        tensors = self._view(size, size, self._all.block_tables.shape[1])
         tensors.input_ids.zero_()
         tensors.positions.zero_()
         tensors.slots.fill_(-1)
@@ -95,25 +102,39 @@ class ForwardBuffers:
 
     def fill_padded(self, step: SchedulerOutput, size: int) -> None:
         """Puts a step whose rows compute and draw one token each where `padding` of the size has its tensors."""
-        width, tensors = self._width(step), self._padded[size]
-        if tensors.block_tables.shape[1] != width:
-            tensors = self._padded[size] = self._view(size, size, width)
-        self._fill(step, tensors)
+        self._fill(step, self._view(size, size, self._width(step)))
+
+    def of_sizes(self, sizes: StepSizes, kv_caches: KVCaches) -> ForwardBatch:
+        """Where `fill_in_place` puts steps of these sizes."""
+        num_tokens, num_rows, num_draws = sizes
+        tensors = self._view(num_tokens, num_rows, self._all.block_tables.shape[1])
+        return ForwardBatch(*tensors, self._output_tokens[:num_draws], kv_caches)
+
+    def fill_in_place(self, step: SchedulerOutput) -> StepSizes:
+        """Puts a step where `of_sizes` has its tensors, in memory that device and host share; returns its sizes."""
+        num_tokens, num_rows = step.num_tokens, len(step.rows)
+        query_starts = self._fill(step, self._view(num_tokens, num_rows, self._width(step)))
+        drawing = (query_starts[1:] - 1)[step.samples]
+        self._drawing[: len(drawing)] = drawing
+        return num_tokens, num_rows, len(drawing)
 
     def _width(self, step: SchedulerOutput) -> int:
         """Blocks of the longest row."""
         return -(-int((step.starts + step.counts).max()) // self._batch.block_size)
 
     def _view(self, num_tokens: int, num_rows: int, width: int) -> StepTensors:
-        everything = self._all
-        return StepTensors(
-            everything.input_ids[:num_tokens],
-            everything.positions[:num_tokens],
-            everything.slots[:num_tokens],
-            everything.query_starts[: num_rows + 1],
-            everything.seq_lens[:num_rows],
-            everything.block_tables[:num_rows, :width],
-        )
+        sizes, everything = (num_tokens, num_rows, width), self._all
+        if self._viewed[0] != sizes:
+            view = StepTensors(
+                everything.input_ids[:num_tokens],
+                everything.positions[:num_tokens],
+                everything.slots[:num_tokens],
+                everything.query_starts[: num_rows + 1],
+                everything.seq_lens[:num_rows],
+                everything.block_tables[:num_rows, :width],
+            )
+            self._viewed = sizes, view
+        return self._viewed[1]
 
     def _fill(self, step: SchedulerOutput, tensors: StepTensors) -> npt.NDArray[np.int32]:
         """Returns where the tokens of each row start."""

@@ -20,9 +20,6 @@ LARGEST_SIZE = 512
 class GraphBackend(Protocol):
     """What one backend records lies in one pool of memory, and one recording runs at a time."""
 
-    captures_ahead: bool
-    """Recordings are made before the first request, largest first; else each at the first step that needs it."""
-
     def sizes(self, max_rows: int) -> Sequence[int]:
         """Of the batches that are recorded, ascending, up to `max_rows`; a step is padded to the next one."""
         ...
@@ -45,8 +42,6 @@ def padded_sizes(max_rows: int) -> list[int]:
 
 class CudaGraphs:
     """CUDA graphs. What they allocate while they run is shared by all of them, and so is the result."""
-
-    captures_ahead = True
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def graph_size(sizes: Sequence[int], num_rows: int, num_tokens: int, num_draws: int, has_adapters: bool) -> int | None:
+def graph_size(sizes: Sequence[int], num_rows: int, num_tokens: int, num_draws: int, is_special: bool) -> int | None:
     """The size, of those recorded (ascending), that a step is padded to; None if it runs operation by operation.
 
-    That is so where a row computes several tokens or draws none, where one has an adapter, and where there are more
-    rows than were recorded. A step that tells of prompts has such a row.
+    That is so where a row computes several tokens or draws none, where one has an adapter or tells of its prompt, which
+    makes it special, and where there are more rows than were recorded.
     """
-    if has_adapters or not num_rows == num_tokens == num_draws or not sizes or num_rows > sizes[-1]:
+    if is_special or not num_rows == num_tokens == num_draws or not sizes or num_rows > sizes[-1]:
         return None
     return sizes[bisect_left(sizes, num_rows)]
 
@@ -41,17 +41,13 @@ class Graphs:
         self._recorded: dict[int, Recorded] = {}
 
     def capture(self) -> None:
-        """Records all sizes, where the device wants that before the first step. The largest comes first: the others
-        find room in the memory it took."""
-        if self._backend.captures_ahead:
-            for size in reversed(self._sizes):
-                if self._sizes:
-                    self._record(size)
+        """Records all sizes. The largest comes first: the others find room in the memory it took."""
+        for size in reversed(self._sizes):
+            if self._sizes:
+                self._record(size)
 
     def estimate(self, used: Callable[[], int]) -> int:
         """Bytes that `capture` would take, of which `used` tells how many are taken: by the largest two."""
-        if not self._backend.captures_ahead:
-            return 0
         bytes_used, sizes = [used()], self._sizes
         for size in (sizes[-1], sizes[max(0, len(sizes) - 2)]):
             if self._sizes:
@@ -60,26 +56,21 @@ class Graphs:
         before, first, second = bytes_used
         return max(0, first - before) + max(0, second - first) * (len(sizes) - 1)
 
-    def run(self, step: SchedulerOutput, has_adapters: bool) -> torch.Tensor | None:
+    def run(self, step: SchedulerOutput, is_special: bool) -> torch.Tensor | None:
         """Logits [R, vocabulary] of a step, to be overwritten at will, valid until the next; None if it is to be run
         operation by operation."""
         num_rows = len(step.rows)
-        size = graph_size(self._sizes, num_rows, step.num_tokens, int(step.samples.sum()), has_adapters)
+        size = graph_size(self._sizes, num_rows, step.num_tokens, int(step.samples.sum()), is_special)
         if size is None:
             return None
-        if size in self._recorded:
-            self._buffers.fill_padded(step, size)
-            self._recorded[size][1]()
-        else:
-            self._record(size, step)
-        return self._recorded[size][0][:num_rows] if size in self._recorded else None
+        self._buffers.fill_padded(step, size)
+        result, replay = self._recorded[size]
+        replay()
+        return result[:num_rows]
 
-    def _record(self, size: int, step: SchedulerOutput | None = None) -> None:
-        """Of a step that is run at the same time, or of padding alone. What cannot be recorded in one size is not
-        tried in others."""
+    def _record(self, size: int) -> None:
+        """Of padding alone. What cannot be recorded in one size is not tried in others."""
         batch = self._buffers.padding(size, self._kv_caches)
-        if step is not None:
-            self._buffers.fill_padded(step, size)
         try:
             self._recorded[size] = self._backend.capture(lambda: self._model.logits(self._model.forward(batch)))
         except NotCapturableError as error:

@@ -19,6 +19,7 @@ from model_runner.models import make_model
 from model_runner.pending_step import PendingStep
 from model_runner.sampler import Sampler
 from model_runner.stage import StageLink
+from model_runner.step_program import StepProgram
 from model_runner.weights import held_as, load_weights, whole_table
 from protos.step import WorkerInfo
 
@@ -69,8 +70,8 @@ class ModelRunner:
         self._spans: PromptSpans | None = None
         self._hidden = torch.empty(0)
         self._logits: torch.Tensor | None = None
-        """Of the step last executed, where a graph has made them already."""
-        self._graphs: Graphs | None = None
+        """Of the step last executed, where a recording has made them already."""
+        self._graphs: Graphs | StepProgram | None = None
 
     def load(self, path: Path, report: Callable[[int, int], None]) -> WorkerInfo:
         """Fills the model's weights. Raises StartupError naming the file and the tensor at fault."""
@@ -105,9 +106,11 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.capture()
 
-    def _make_graphs(self) -> Graphs | None:
-        make = self._policy.graphs
-        return None if make is None else Graphs(self.model, self._buffers, self._kv_caches, make())
+    def _make_graphs(self) -> Graphs | StepProgram | None:
+        policy, parts = self._policy, (self.model, self._buffers, self._kv_caches)
+        if policy.has_program:
+            return StepProgram(*parts, policy.ops)
+        return None if policy.graphs is None else Graphs(*parts, policy.graphs())
 
     def _measure(self, memory: MemoryMeter) -> MemoryPlan | None:
         """What is left for the cache, by running the largest step and recording a few, over a cache of one block."""
@@ -144,7 +147,8 @@ class ModelRunner:
             self._link.check(before)
             self._spans = self._batch.prompt_spans(step)
             has_adapters = self._adapters.begin(self._batch.adapter[step.rows], step.counts)
-            self._logits = None if self._graphs is None else self._graphs.run(step, has_adapters)
+            is_special = has_adapters or self._spans is not None
+            self._logits = None if self._graphs is None else self._graphs.run(step, is_special)
             if self._logits is None:
                 batch = self._buffers.fill(step, self._kv_caches, self._spans)
                 batch.hidden = before

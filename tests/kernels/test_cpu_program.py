@@ -1,7 +1,8 @@
-"""Programs: recorded calls of CPU kernels give the same bits again, from whatever is then in the buffers."""
+"""Program: recorded calls of CPU kernels give the bits of calls one by one, for work of any size."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 from kernels.capture import NotCapturableError
 from kernels.cpu import LARGE
 from kernels.cpu_library import Call, Pace
-from kernels.cpu_program import Programs
 from kernels.pool import ARENA_BYTES, Pool
 from tests.kernels.conftest import cpu_ops
 from tests.kernels.test_quantised import random_matrix
@@ -19,24 +19,29 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kernels.cpu import CpuOps
+    from kernels.cpu_program import Sizes
+
+
+MOST = (40, 30)
 
 
 class Layers:
-    """Some layers over buffers that stay: products, norms, sums in place, rows of a table."""
+    """Some layers over buffers that stay: products, norms, sums in place; then rows of what they made."""
 
-    def __init__(self, ops: CpuOps, rows: int) -> None:
+    def __init__(self, ops: CpuOps) -> None:
         torch.manual_seed(0)
         self.ops = ops
-        self.ids = torch.randint(0, 50, (rows,))
+        self.ids, self.wanted = torch.randint(0, 50, (MOST[0],)), torch.zeros(MOST[1], dtype=torch.int64)
         self.table, _ = random_matrix("Q8_0", 50, 64)
         self.up, self.down = (
             ops.quantised_product(random_matrix("Q4_1", *shape)[0]) for shape in ((192, 64), (64, 96))
         )
         self.weight = torch.rand(64)
 
-    def __call__(self) -> torch.Tensor:
+    def __call__(self, sizes: Sizes) -> torch.Tensor:
+        rows, wanted = sizes
         ops = self.ops
-        residual = ops.quantised_rows(self.table, self.ids)
+        residual = ops.quantised_rows(self.table, self.ids[:rows])
         x = None
         for _ in range(5):
             normed = ops.rms_norm(residual if x is None else x, self.weight, 1e-5, None if x is None else residual)
@@ -45,38 +50,50 @@ class Layers:
             gated = ops.silu_mul(up)
             x = torch.empty_like(residual)
             self.down(gated, x)
-        return ops.add(ops.scale(x, 0.5), residual)
+        return ops.rows(ops.add(ops.scale(x, 0.5), residual), self.wanted[:wanted])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_a_program_computes_the_same_bits_from_what_is_in_its_buffers(variant: str, rows: int, num_threads: int):
+def test_a_program_computes_the_same_bits_for_any_sizes_from_what_is_in_its_buffers(variant: str, num_threads: int):
     ops = cpu_ops(variant, num_threads)
-    layers, alone = Layers(ops, rows), Layers(cpu_ops(variant, 1), rows)
-    expected = layers()
-    result, replay = Programs(ops.calls).capture(layers)
-    assert torch.equal(result, expected)
-    for _ in range(20):
+    layers, alone = Layers(ops), Layers(cpu_ops(variant, 1))
+    program = ops.program(layers, MOST)
+    for sizes in [(1, 1), (3, 0), (40, 30), (40, 1), (2, 2), (17, 5), (17, 5), (33, 30), (1, 1)]:
         layers.ids.random_(0, 50)
+        layers.wanted.random_(0, sizes[0])
         alone.ids.copy_(layers.ids)
-        result.fill_(torch.nan)
-        replay()
-        assert torch.equal(result, alone())
+        alone.wanted.copy_(layers.wanted)
+        program._result.fill_(torch.nan)
+        result = program.run(sizes)
+        assert len(result) == sizes[1]
+        assert torch.equal(result, alone(sizes)), sizes
 
 
-def test_programs_share_memory_and_each_runs_whenever_it_is_wanted(ops: CpuOps):
-    programs = Programs(ops.calls)
-    made = []
-    for rows in (9, 2, 5):
-        layers = Layers(ops, rows)
-        expected = layers()
-        result, replay = programs.capture(layers)
-        made.append((expected, result, replay))
-    again = programs.capture(layers)
-    assert again[0].data_ptr() == made[-1][1].data_ptr()
-    for expected, result, replay in [*made, *reversed(made)]:
-        replay()
-        assert torch.equal(result, expected)
+def test_nothing_is_computed_while_it_is_recorded(ops: CpuOps):
+    x, weight = torch.randn(8, 64), torch.ones(64)
+    before = x.clone()
+    program = ops.program(lambda sizes: ops.scale(x[: sizes[0]], 3.0), (8,))
+    assert torch.equal(x, before)
+    program.run((5,))
+    assert torch.equal(x, torch.cat([before[:5] * 3.0, before[5:]]))
+    assert not torch.equal(ops.rms_norm(x, weight, 1e-5), x)
+
+
+def test_work_that_does_not_grow_evenly_is_refused(ops: CpuOps):
+    x, others, weight = torch.randn(8, 64), torch.randn(8, 64), torch.ones(64)
+
+    def refused(record: Callable[[int], torch.Tensor], message: str) -> None:
+        with pytest.raises(NotCapturableError, match=message):
+            ops.program(lambda sizes: record(sizes[0]), (8,))
+
+    refused(lambda n: ops.rms_norm((x if n < 4 else others)[:n], weight, 1e-5), "with other tensors")
+    refused(lambda n: ops.rms_norm((x if n == 1 else others)[:n], weight, 1e-5), "with other tensors")
+    refused(lambda n: ops.rms_norm(x[: min(n, 4)], weight, 1e-5), "do not grow evenly")
+    refused(lambda n: ops.scale(x[:n], float(n)), "with other tensors")
+    refused(
+        lambda n: ops.rms_norm(ops.rms_norm(x[:n], weight, 1e-5), weight, 1e-5) if n > 4 else x[:n], "other kernels"
+    )
+    refused(lambda n: ops.rms_norm(x[: 9 - n], weight, 1e-5), "more memory")
 
 
 def test_memory_comes_back_when_the_last_view_is_gone():
@@ -121,32 +138,29 @@ REFUSED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("name", list(REFUSED))
 def test_what_is_computed_outside_of_the_kernels_is_refused_in_one_line(ops: CpuOps, name: str):
-    x, programs = torch.randn(4, 4), Programs(ops.calls)
+    x = torch.randn(4, 4)
     with (
         pytest.raises(NotCapturableError, match=r"^aten\.\S+ computes outside of the kernels$"),
         torch.inference_mode(),
     ):
-        programs.capture(lambda: REFUSED[name](x))
-    layers = Layers(ops, 2)
-    expected = layers()
-    assert torch.equal(programs.capture(layers)[0], expected)
+        ops.program(lambda sizes: REFUSED[name](x), (4,))
+    layers = Layers(ops)
+    assert torch.equal(ops.program(layers, MOST).run((2, 1)), layers((2, 1)))
 
 
 def test_other_ways_to_look_at_a_tensor_are_not_refused(ops: CpuOps):
-    x, index, weight = torch.randn(6, 32), torch.tensor([4, 0]), torch.rand(16)
+    x, index, weight = torch.randn(6, 32), torch.tensor([4, 0, 5]), torch.rand(16)
 
-    def run() -> torch.Tensor:
-        heads = ops.rows(x, index).view(2, 2, 16)
+    def record(sizes: Sizes) -> torch.Tensor:
+        heads = ops.rows(x, index[: sizes[0]]).view(-1, 2, 16)
         ops.norm_heads(heads[:, 1:], weight, 1e-5)
-        return heads.flatten(1)[:1].float()
+        return heads.flatten(1)[: sizes[0]].float()
 
     with torch.inference_mode():
-        expected = run()
-        result, replay = Programs(ops.calls).capture(run)
-        assert torch.equal(result, expected)
+        program = ops.program(record, (3,))
+        assert torch.equal(program.run((2,)), record((2,)))
         x.mul_(3.0)
-        replay()
-        assert torch.equal(result, run())
+        assert torch.equal(program.run((3,)), record((3,)))
 
 
 def test_sizes_that_grow_little_by_little_find_room_in_few_arenas():
@@ -169,10 +183,12 @@ def test_large_results_find_the_memory_of_those_before(ops: CpuOps):
 def test_a_list_whose_pace_says_so_runs_on_one_thread_and_learns_how_long_that_takes(variant: str):
     ops = cpu_ops(variant, 2)
     x, weight = torch.randn(4, 64), torch.ones(64)
+    expected = ops.rms_norm(x, weight, 1e-5)
     ops.calls.recording = recording = []
     out = ops.rms_norm(x, weight, 1e-5)
     ops.calls.recording = None
-    expected, calls = out.clone(), (Call * 1)(recording[0])
+    kernel, arguments = recording[0]
+    calls = (Call * 1)(Call(kernel, ctypes.addressof(arguments)))
     for alone_until in (0.0, 1e18):
         pace = Pace(0.0, alone_until)
         out.zero_()

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class RecordingBackend:
     """As CudaGraphs: padded sizes, and one result for all. `num_capturable` recordings can be made."""
 
-    def __init__(self, captures_ahead: bool = True, num_capturable: int = 1 << 30) -> None:
-        self.captures_ahead = captures_ahead
+    def __init__(self, num_capturable: int = 1 << 30) -> None:
         self.captured: list[int] = []
         """Rows of each recording, in order."""
         self.replayed: list[int] = []

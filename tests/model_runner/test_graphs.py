@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from model_runner import device
+from model_runner.device import _records
 from model_runner.graph_backend import padded_sizes
 from model_runner.graphs import graph_size
 from model_runner.kv_cache import allocate_cache
@@ -207,20 +207,11 @@ def test_57_padding_writes_nothing_and_every_step_lies_in_the_same_memory(
         assert not values[written, :, 0].isnan().any()
 
 
-def test_recordings_are_made_when_needed_where_the_backend_says_so(directory: Path, eager: list[list[int]]):
-    backend = RecordingBackend(captures_ahead=False)
-    runner = load(directory, backend)
-    assert backend.captured == []
-    assert outputs(runner) == eager
-    assert sorted(backend.captured) == [1, 2, 4, 8, 12]
-
-
-@pytest.mark.parametrize("captures_ahead", [True, False], ids=["ahead", "when needed"])
 @pytest.mark.parametrize("num_capturable", [0, 1])
 def test_what_cannot_be_recorded_runs_operation_by_operation(
-    directory: Path, eager: list[list[int]], captures_ahead: bool, num_capturable: int, caplog: pytest.LogCaptureFixture
+    directory: Path, eager: list[list[int]], num_capturable: int, caplog: pytest.LogCaptureFixture
 ):
-    backend = RecordingBackend(captures_ahead, num_capturable)
+    backend = RecordingBackend(num_capturable)
     with caplog.at_level(logging.WARNING):
         runner = load(directory, backend)
         assert outputs(runner) == eager
@@ -244,17 +235,14 @@ def test_steps_that_tell_of_prompts_are_not_replayed(directory: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "place", "has_graphs"),
+    ("options", "place", "records"),
     [
         ({}, Place(), True),
         ({}, Place(tensor_size=2), True),
         ({}, Place(pipeline_size=2), False),
         ({"graphs": "off"}, Place(), False),
     ],
-    ids=["one GPU", "several", "stages", "off"],
+    ids=["one", "several", "stages", "off"],
 )
-def test_who_has_graphs(options: dict[str, Any], place: Place, has_graphs: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(device, "CudaGraphs", lambda device: RecordingBackend())
-    given = device._graphs(build(EngineConfig, **options), place, torch.device("cuda"))
-    assert (given is not None) == has_graphs
-    assert device._graphs(build(EngineConfig, **options), place, torch.device("cpu")) is None
+def test_who_records_steps(options: dict[str, Any], place: Place, records: bool):
+    assert _records(build(EngineConfig, **options), place) == records

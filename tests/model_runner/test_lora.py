@@ -302,17 +302,6 @@ class TestGraphs:
         assert outputs(run(runner, [0])) == plain
         assert len(backend.replayed) == 2 * (NUM_TOKENS - 1)
 
-    def test_recordings_made_beside_adapters_have_nothing_of_them(self, directory: Path, models: dict[int, Any]):
-        """Where they are made at the first step that wants one."""
-        backend = RecordingBackend(captures_ahead=False)
-        runner = make_runner_with(directory, backend)
-        load_adapters(runner, directory, {1: "one"})
-        assert_each_draws(run(runner, [0, 1]), models)
-        assert backend.captured == []
-        assert_each_draws(run(runner, [0]), models)
-        assert backend.captured
-        assert_each_draws(run(runner, [1]), models)
-
 
 def make_runner_with(directory: Path, backend: RecordingBackend) -> ModelRunner:
     config = build(EngineConfig, max_num_seqs=16, num_kv_blocks=128, dtype="float32")

@@ -1,0 +1,51 @@
+"""StepProgram: a model's steps, of any size, as one list of kernels, on a device that shares the host's memory."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from kernels.capture import NotCapturableError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from kernels.cpu_program import Program
+    from kernels.ops import Ops
+    from model_runner.forward_batch import ForwardBuffers, KVCaches
+    from model_runner.models import Model
+    from protos.step import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+
+class StepProgram:
+    """The forward pass and the logits of the rows that draw, over the buffers that every step is put into."""
+
+    def __init__(self, model: Model, buffers: ForwardBuffers, kv_caches: KVCaches, ops: Ops) -> None:
+        self._model, self._buffers, self._kv_caches, self._ops = model, buffers, kv_caches, ops
+        self._program: Program | None = None
+
+    def capture(self) -> None:
+        """Records it, once the weights are there."""
+        model, buffers = self._model, self._buffers
+        model.logits(model.forward(buffers.padding(1, self._kv_caches)))  # what is made at first use is no part of it
+        try:
+            self._program = self._ops.program(
+                lambda sizes: model.logits(model.forward(buffers.of_sizes(sizes, self._kv_caches))), buffers.most
+            )
+        except NotCapturableError as error:
+            logger.warning("steps run operation by operation: %s", error)
+
+    def estimate(self, used: Callable[[], int]) -> int:
+        """Bytes of the device's own memory that `capture` would take."""
+        return 0
+
+    def run(self, step: SchedulerOutput, is_special: bool) -> torch.Tensor | None:
+        """Logits [S, vocabulary] of the rows that draw, to be overwritten at will, valid until the next step; None if
+        it is to be run operation by operation, as `is_special` steps are: with adapters, or that tell of prompts."""
+        if self._program is None or is_special:
+            return None
+        return self._program.run(self._buffers.fill_in_place(step))
