@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 Sizes = tuple[int, ...]
 """Of work, each named by its place."""
+FEW = 2
+"""Of each size in the smallest work that is recorded."""
 _EMPTY = {
     torch.ops.aten.empty.memory_format,
     torch.ops.aten.empty_like.default,
@@ -42,7 +44,7 @@ class Program:
     """What `record` calls for. One thread runs it, and its result holds until it runs again."""
 
     def __init__(self, calls: Calls, record: Callable[[Sizes], torch.Tensor], most: Sizes) -> None:
-        """`record` is called for several sizes up to `most`, each at least 2, and tells the result: one row for each of
+        """`record` is called for several sizes up to `most`, each at least 3, and tells the result: one row for each of
         the last size. The tensors it reads must stay where they are.
 
         Raises NotCapturableError if more is computed than kernels do, or arguments do not grow evenly.
@@ -51,7 +53,8 @@ class Program:
         self._record = record  # keeps what the kernels read
         self._places = _Places()
         largest, self._result = self._recorded(calls, most)
-        few = [tuple(2 if size < grown else 1 for size in range(len(most))) for grown in range(len(most) + 1)]
+        # Not of 1: how far rows lie apart where there is one is not said.
+        few = [tuple(FEW + (size < grown) for size in range(len(most))) for grown in range(len(most) + 1)]
         recordings = [self._recorded(calls, sizes)[0] for sizes in few]
         if any(_kernels(each) != _kernels(largest) for each in recordings):
             raise NotCapturableError("other kernels are called when there is more to do")
@@ -153,12 +156,12 @@ class _Growth:
         offsets: list[int],
         most: Sizes,
     ) -> None:
-        """`few`: images of the same for sizes of 1, and with one more of them 2 in each."""
+        """`few`: images of the same for sizes of FEW, and with one more of them larger by one in each."""
         dtype = np.dtype(kind)
         at = np.array(offsets, np.intp) // dtype.itemsize
         values = np.stack([image.view(dtype)[at] for image in few])
         slopes = np.diff(values, axis=0)
-        constants = values[0] - slopes.sum(axis=0, dtype=dtype)
+        constants = values[0] - FEW * slopes.sum(axis=0, dtype=dtype)
         if (constants + most @ slopes != memory.view(dtype)[at]).any():
             raise NotCapturableError("arguments of kernels do not grow evenly with what there is to do")
         grows = slopes.any(axis=0)

@@ -55,8 +55,8 @@ class ForwardBuffers:
         """`batch` is what steps are of."""
         self._batch, self._policy = batch, policy
         self.max_rows = min(num_rows, num_tokens)
-        self.most: StepSizes = max(2, num_tokens), max(2, self.max_rows), max(2, self.max_rows)
-        """What there is room for: two of each at least, so that what grows with them shows."""
+        self.most: StepSizes = max(3, num_tokens), max(3, self.max_rows), max(3, self.max_rows)
+        """What there is room for: three of each at least, so that what grows with them shows in a recording."""
         tokens, rows, draws = self.most
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -103,7 +103,7 @@ class ModelRunner:
             self._size = fit_cache(self._config, self._spec, self._policy, self._measure(self._policy.memory))
         self._kv_caches = allocate_cache(self._size.num_blocks, self._spec, self._policy, self._batch.block_size)
         self._graphs = self._make_graphs()
-        if self._graphs is not None:
+        if isinstance(self._graphs, Graphs):
             self._graphs.capture()
 
     def _make_graphs(self) -> Graphs | StepProgram | None:
@@ -126,7 +126,7 @@ class ModelRunner:
         peak = memory.peak(run)
         self._hidden = torch.empty(0)
         graphs = self._make_graphs()
-        graph_bytes = 0 if graphs is None else graphs.estimate(lambda: memory.used()[0])
+        graph_bytes = graphs.estimate(lambda: memory.used()[0]) if isinstance(graphs, Graphs) else 0
         del graphs
         self._kv_caches = {}
         return self._plan(peak, graph_bytes)

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 from kernels.capture import NotCapturableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from kernels.cpu_program import Program
@@ -26,26 +24,26 @@ class StepProgram:
 
     def __init__(self, model: Model, buffers: ForwardBuffers, kv_caches: KVCaches, ops: Ops) -> None:
         self._model, self._buffers, self._kv_caches, self._ops = model, buffers, kv_caches, ops
+        self._is_recorded = False
         self._program: Program | None = None
-
-    def capture(self) -> None:
-        """Records it, once the weights are there."""
-        model, buffers = self._model, self._buffers
-        model.logits(model.forward(buffers.padding(1, self._kv_caches)))  # what is made at first use is no part of it
-        try:
-            self._program = self._ops.program(
-                lambda sizes: model.logits(model.forward(buffers.of_sizes(sizes, self._kv_caches))), buffers.most
-            )
-        except NotCapturableError as error:
-            logger.warning("steps run operation by operation: %s", error)
-
-    def estimate(self, used: Callable[[], int]) -> int:
-        """Bytes of the device's own memory that `capture` would take."""
-        return 0
 
     def run(self, step: SchedulerOutput, is_special: bool) -> torch.Tensor | None:
         """Logits [S, vocabulary] of the rows that draw, to be overwritten at will, valid until the next step; None if
         it is to be run operation by operation, as `is_special` steps are: with adapters, or that tell of prompts."""
-        if self._program is None or is_special:
+        if is_special:
             return None
-        return self._program.run(self._buffers.fill_in_place(step))
+        if not self._is_recorded:
+            self._record()
+        return None if self._program is None else self._program.run(self._buffers.fill_in_place(step))
+
+    def _record(self) -> None:
+        """Before the first step: a recording takes hardly longer than a step."""
+        model, buffers, kv_caches = self._model, self._buffers, self._kv_caches
+        self._is_recorded = True
+        model.logits(model.forward(buffers.padding(1, kv_caches)))  # what is made at first use is no part of it
+        try:
+            self._program = self._ops.program(
+                lambda sizes: model.logits(model.forward(buffers.of_sizes(sizes, kv_caches))), buffers.most
+            )
+        except NotCapturableError as error:
+            logger.warning("steps run operation by operation: %s", error)

@@ -163,8 +163,8 @@ class ExecutorOptions(msgspec.Struct, frozen=True, kw_only=True):
     graphs: Annotated[
         Graphs,
         Meta(
-            description="auto records steps in which every row decodes, and replays them, where the device and the "
-            "model allow it; off runs them operation by operation"
+            description="auto records steps and replays them, on a GPU those in which every row decodes, where the "
+            "device and the model allow it; off runs them operation by operation"
         ),
     ] = "auto"
     null_step_ms: Annotated[

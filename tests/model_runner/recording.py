@@ -16,17 +16,19 @@ if TYPE_CHECKING:
 
 
 class RecordingBackend:
-    """As CudaGraphs: padded sizes, and one result for all. `num_capturable` recordings can be made."""
+    """As CudaGraphs: padded sizes, of which at most `num_sizes` and the largest, and one result for all.
+    `num_capturable` recordings can be made."""
 
-    def __init__(self, num_capturable: int = 1 << 30) -> None:
+    def __init__(self, num_capturable: int = 1 << 30, num_sizes: int = 1 << 30) -> None:
         self.captured: list[int] = []
         """Rows of each recording, in order."""
         self.replayed: list[int] = []
-        self._num_capturable = num_capturable
+        self._num_capturable, self._num_sizes = num_capturable, num_sizes
         self._result: torch.Tensor | None = None
 
     def sizes(self, max_rows: int) -> Sequence[int]:
-        return padded_sizes(max_rows)
+        sizes = padded_sizes(max_rows)
+        return [*sizes[: self._num_sizes], *sizes[self._num_sizes :][-1:]]
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Recorded:
         if len(self.captured) == self._num_capturable:

@@ -40,6 +40,9 @@ TOKENS = [(7 * i * i + 3) % 199 for i in range(100)]
 ENDS = [1, 7, 40, 41, 99]
 IN_VECTORS = {"head_dim": 16, "vocab_size": 208}
 """Sizes that the CPU kernels take."""
+HAVE_EXPERTS = {"MixtralForCausalLM", "Qwen3MoeForCausalLM"}
+COMPUTED_BY_TORCH = {"OPTForCausalLM": "aten.relu", "Phi3ForCausalLM": "aten.mul"}
+"""In part, so that it is not recorded."""
 
 
 def save_halves(
@@ -113,19 +116,29 @@ def test_16_bit_weights_of_a_gguf_file_stay_so(kind: str, tmp_path: Path, monkey
             assert torch.equal(as_floats(kept.weights), exact[name])
 
 
-def test_a_model_of_16_bit_weights_decodes_by_programs(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    save_halves(tmp_path, **IN_VECTORS)
+@pytest.mark.parametrize(
+    "architecture", sorted(name for name in FAMILIES if "Moe" not in name and "Mixtral" not in name)
+)
+def test_steps_of_a_model_of_16_bit_weights_are_one_program(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """Prompts in pieces too, which do not draw, and batches of many sizes."""
+    save_halves(tmp_path, architecture, **IN_VECTORS)
     outputs = []
-    for options in ({}, {"graphs": "off", "num_threads": 1}, {"dtype": "float32"}):
+    for options in ({}, {"graphs": "off", "num_threads": 1}):
         with caplog.at_level(logging.WARNING):
-            runner = load_tiny(tmp_path, **{"dtype": "auto"} | options)
+            runner = load_tiny(tmp_path, dtype="auto", **options)
         driver = Driver(runner, 64, 8)
         generations = [driver.add([row, 9, 8, 7] * (1 + row % 3), 5 + 3 * row) for row in range(8)]
-        driver.run(generations)
+        driver.run(generations[:2], num_steps=2)
+        driver.run(generations, budget=9)
         outputs.append([generation.output for generation in generations])
-        assert bool(runner._graphs and runner._graphs._recorded) == (not options)
-    assert not caplog.records
-    assert outputs[0] == outputs[1] == outputs[2]
+        is_recorded = not options and architecture not in COMPUTED_BY_TORCH
+        assert (runner._graphs is not None and runner._graphs._program is not None) == is_recorded
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("model_runner")]
+    assert len(told) == (architecture in COMPUTED_BY_TORCH)
+    assert all(COMPUTED_BY_TORCH[architecture] in line for line in told)
+    assert outputs[0] == outputs[1]
 
 
 def test_a_named_type_and_float32_files_are_as_they_were(tmp_path: Path):

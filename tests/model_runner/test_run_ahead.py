@@ -51,7 +51,8 @@ class OneWorker:
             if not like_gpu:
                 return policy
             # The interpreter takes seconds for all sizes.
-            return replace(apart(policy), ops=ops or policy.ops, graphs=lambda: RecordingBackend(ops is None))
+            backend = RecordingBackend(num_sizes=1 if ops else 8)
+            return replace(apart(policy), ops=ops or policy.ops, graphs=lambda: backend)
 
         self._runner = make_runner(directory, config, change=change)
         self.execute, self.sample = self._runner.execute, self._runner.sample
