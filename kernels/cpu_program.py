@@ -58,6 +58,7 @@ class Program:
         recordings = [self._recorded(calls, sizes)[0] for sizes in few]
         if any(_kernels(each) != _kernels(largest) for each in recordings):
             raise NotCapturableError("other kernels are called when there is more to do")
+        images = [_image(each) for each in recordings]
         self._memory = _image(largest)
         self._calls = (Call * len(largest))()
         address, at = self._memory.ctypes.data, 0
@@ -66,10 +67,10 @@ class Program:
             at += _width(arguments)
         self._sizes = most
         self._numbers = [
-            _Growth(kind, self._memory, [_image(each) for each in recordings], _offsets(largest, kind), most)
+            _Growth(kind, self._memory, images, _offsets(largest, kind), most)
             for kind in (ctypes.c_int64, ctypes.c_int32)
         ]
-        differing = self._memory != np.stack([_image(each) for each in recordings])
+        differing = self._memory != np.stack(images)
         for numbers in self._numbers:
             differing[:, numbers.bytes] = False
         if differing.any():

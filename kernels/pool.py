@@ -43,11 +43,6 @@ class Pool:
         weakref.finalize(memory, self._returned.append, (arena, first, first + size)).atexit = False
         return torch.from_numpy(memory).view(dtype)[:cells].view(shape)
 
-    def reset(self) -> None:
-        """All memory is free again, whoever still looks at it."""
-        self._returned = deque()  # what comes back from now on is free already
-        self._free = [(arena, 0, len(memory)) for arena, memory in enumerate(self._arenas)]
-
     def _take(self, size: int) -> tuple[int, int]:
         self._merge_returned()
         for place, (arena, first, end) in enumerate(self._free):
