@@ -81,7 +81,7 @@ class Chunks:
     token it takes as much of them as is expected to fit into the time that these may wait.
     """
 
-    GAP_STEPS = 3.0
+    GAP_STEPS = 2.5
     """The gap that is aimed at where none is given, in times of the step as it would be without prompts."""
     FEWEST = 2
     """Prompt tokens of a step, however short the gap: prompts have to come to an end too."""

@@ -140,7 +140,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
             ge=0,
             le=3600,
             description="seconds that a step with running outputs aims to stay within: it computes so many tokens of "
-            "prompts beside them; 0 is three times what it takes without",
+            "prompts beside them; 0 is 2.5 times what it takes without",
         ),
     ] = 0.0
     max_steps_in_flight: Annotated[

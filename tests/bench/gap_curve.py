@@ -29,7 +29,7 @@ CPU = Pieces(fixed=1.5e-3, draw=0.15e-3, token=0.46e-3, cell=0.18e-6, read=1.07e
 """Two threads, a float32 cache. Relations of the parts are a fit to steps of one thread (PROFILE.md); the scale is that
 of a quiet run, 9.5 s for a prompt of 8,000 in whole steps; and so is reading, which two threads do not do twice as
 fast: 8 ms for the 6,400 keys of 32 outputs."""
-AIMS = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0)
+AIMS = (1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
 ARRIVES = 4.0
 
 
