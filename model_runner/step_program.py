@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from protos.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
+RECORDED_AT = 2
+"""The step before which the program is recorded. That takes as long as a dozen small steps: nobody waits for a first
+token meanwhile."""
 
 
 class StepProgram:
@@ -24,7 +27,7 @@ class StepProgram:
 
     def __init__(self, model: Model, buffers: ForwardBuffers, kv_caches: KVCaches, ops: Ops) -> None:
         self._model, self._buffers, self._kv_caches, self._ops = model, buffers, kv_caches, ops
-        self._is_recorded = False
+        self._num_steps = 0
         self._program: Program | None = None
 
     def run(self, step: SchedulerOutput, is_special: bool) -> torch.Tensor | None:
@@ -32,14 +35,13 @@ class StepProgram:
         it is to be run operation by operation, as `is_special` steps are: with adapters, or that tell of prompts."""
         if is_special:
             return None
-        if not self._is_recorded:
+        self._num_steps += 1
+        if self._num_steps == RECORDED_AT:
             self._record()
         return None if self._program is None else self._program.run(self._buffers.fill_in_place(step))
 
     def _record(self) -> None:
-        """Before the first step: a recording takes hardly longer than a step."""
         model, buffers, kv_caches = self._model, self._buffers, self._kv_caches
-        self._is_recorded = True
         model.logits(model.forward(buffers.padding(1, kv_caches)))  # what is made at first use is no part of it
         try:
             self._program = self._ops.program(
