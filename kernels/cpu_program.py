@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,10 +62,8 @@ class Program:
         images = [_image(each) for each in recordings]
         self._memory = _image(largest)
         self._calls = (Call * len(largest))()
-        address, at = self._memory.ctypes.data, 0
-        for place, (kernel, arguments) in enumerate(largest):
-            self._calls[place] = Call(kernel, address + at)
-            at += _width(arguments)
+        for place, ((kernel, _), start) in enumerate(zip(largest, _starts(largest), strict=True)):
+            self._calls[place] = Call(kernel, self._memory.ctypes.data + start)
         self._sizes = most
         self._numbers = [
             _Growth(kind, self._memory, images, _offsets(largest, kind), most)
@@ -189,10 +188,17 @@ def _image(recording: Recording) -> npt.NDArray[np.uint8]:
     return np.frombuffer(b"".join(bytes(each).ljust(_width(each), b"\0") for _, each in recording), np.uint8).copy()
 
 
+def _starts(recording: Recording) -> list[int]:
+    """Where in the image each call's arguments are."""
+    *starts, _ = accumulate((_width(arguments) for _, arguments in recording), initial=0)
+    return starts
+
+
 def _offsets(recording: Recording, kind: type[Any]) -> list[int]:
     """Where in the image the fields of a kind are."""
-    offsets, at = [], 0
-    for _, arguments in recording:
-        offsets += [at + getattr(type(arguments), name).offset for name, type_ in arguments._fields_ if type_ is kind]
-        at += _width(arguments)
-    return offsets
+    return [
+        start + getattr(type(arguments), name).offset
+        for (_, arguments), start in zip(recording, _starts(recording), strict=True)
+        for name, type_ in arguments._fields_
+        if type_ is kind
+    ]

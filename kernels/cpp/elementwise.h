@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <limits>
 #include <type_traits>
 
 #include "activations.h"
@@ -334,7 +333,7 @@ struct ArgmaxArgs {
 inline int32_t argmax_row(const float* x, int64_t size) {
   using S = Simd<WIDTH>;
   constexpr int VECTORS = 4, CELLS = VECTORS * WIDTH;
-  constexpr float LEAST = -std::numeric_limits<float>::infinity();
+  constexpr float LEAST = -INFINITY;
   const int64_t whole = size / CELLS * CELLS;
   S::F most[VECTORS] = {S::fill(LEAST), S::fill(LEAST), S::fill(LEAST), S::fill(LEAST)};
   S::I strange = {};

@@ -112,13 +112,6 @@ def test_a_step_keeps_its_tensors_when_the_batch_changes(policy: DevicePolicy):
     assert (forward.block_tables.tolist(), forward.input_ids.tolist()) == before
 
 
-def test_a_row_that_drew_nothing_has_a_token_all_the_same(policy: DevicePolicy):
-    batch = make_batch(policy)
-    batch.record(ints(1, 4), ints(40, 5), torch.tensor([7, -1], dtype=torch.int32))
-    following = forward_batch(batch, step(ints(1, 4), ints(40, 5), ints(1, 1), [True, True]))
-    assert following.input_ids.tolist() == [7, 0]
-
-
 def test_a_padded_step_has_the_blocks_of_its_longest_row_when_rows_grow(policy: DevicePolicy):
     batch = make_batch(policy)
     buffers = ForwardBuffers(64, 6, batch, policy)

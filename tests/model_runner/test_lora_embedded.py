@@ -72,6 +72,16 @@ def test_a_row_has_the_same_bits_whatever_adapters_are_beside_it(integers: Worke
     assert sum(one[0] != other[0] for one, other in zip(plain, adapted, strict=True)) >= 3
 
 
+def test_a_program_recorded_while_an_adapter_is_there_has_nothing_of_it(adapter: Adapter) -> None:
+    one: Any = worker()
+    one.load_adapter(1, adapter)
+    beside, with_it = told(one, [0, 1])
+    assert one._runner._graphs._program is None, "steps with an adapter's row are not recorded"
+    assert told(one, [0]) == [beside] == told(worker(), [0])
+    assert one._runner._graphs._program is not None
+    assert told(one, [0, 1]) == [beside, with_it]
+
+
 def test_it_draws_what_merged_weights_draw(integers: Worker, adapter: Adapter) -> None:
     merged = worker("float32")
     weights, factors = tensors(merged._loaded()), load_file(f"{adapter.path}/adapter_model.safetensors")
