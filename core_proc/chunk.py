@@ -34,6 +34,11 @@ class StepBudget:
         self._each = seconds / num_sharers
         self._kept = self._each if num_sharers > 1 else 0.0
 
+    def copy(self) -> StepBudget:
+        other = StepBudget(self.tokens, self._most)
+        vars(other).update(vars(self))
+        return other
+
     @property
     def is_open(self) -> bool:
         """Whether it takes one more prompt."""
@@ -102,11 +107,10 @@ class Chunks:
         computed, and `waits` whether it waits for one that is in flight; `num_waiting` prompts may be admitted."""
         if is_trial:  # it is not to take long, whoever is in it
             return StepBudget(self.max_tokens, self._most)
-        num_busy = np.count_nonzero(todo)
-        num_prompts = num_waiting + (int(np.count_nonzero(todo > 1)) if num_busy else 0)
-        if num_busy + num_waiting <= 1 and not waits.any():
+        if np.count_nonzero(todo) + num_waiting <= 1 and not waits.any():
             return StepBudget(self.max_tokens, self.max_tokens)
         budget = StepBudget(self.max_tokens, self._most)
+        num_prompts = num_waiting + int(np.count_nonzero(todo > 1))
         if not num_prompts:
             return budget
         outputs = (todo == 1) | waits

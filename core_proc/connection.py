@@ -1,4 +1,4 @@
-"""Connection: a front end's socket, read and written off the main loop."""
+"""Connection: a front end's socket, which the main loop never waits for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ MAX_UNREAD_MESSAGES = 1 << 16
 
 
 class Connection:
-    """Two threads: one decodes what comes in, one encodes what goes out.
+    """Two threads: one decodes what comes in, one writes what the socket does not take at once. What it does is written
+    by whoever sends: the front end then works on it while the core prepares the next step, not while it computes.
 
     `receive` is called on the reader's thread with each message, and with None when the other side is gone.
     """
@@ -41,7 +42,10 @@ class Connection:
         self._socket = sock
         self._awaits_room = False
         self._decoder = codec.FrameDecoder(codec.to_core)
-        self._outbox: queue.SimpleQueue[ToFrontEnd | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._order = threading.Lock()
+        self._num_behind = 0
+        """Frames that the writer has been given, and not written yet: what comes now goes behind them."""
         self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self._writer.start()
         self._reader: threading.Thread | None = None
@@ -74,7 +78,13 @@ class Connection:
 
     def send(self, message: ToFrontEnd) -> None:
         """Never waits. Outputs, which are without end, are for who `has_room`."""
-        self._outbox.put(message)
+        with self._order:
+            frame = codec.encode_frame(message)
+            if not self._num_behind:
+                frame = frame[self._write_at_once(frame) :]
+            if frame:
+                self._num_behind += 1
+                self._outbox.put(frame)
         if self._outbox.qsize() > MAX_UNREAD_MESSAGES:
             self._cut()
 
@@ -113,10 +123,22 @@ class Connection:
         finally:
             receive(None)
 
+    def _write_at_once(self, frame: bytes) -> int:
+        """Bytes that the socket has room for. What is for nobody any more is done with, too."""
+        try:
+            return self._socket.send(frame, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self._cut()  # the reader sees it, too
+            return len(frame)
+
     def _write(self) -> None:
         try:
-            while (message := self._outbox.get()) is not None:
-                self._socket.sendall(codec.encode_frame(message))
+            while (frame := self._outbox.get()) is not None:
+                self._socket.sendall(frame)
+                with self._order:
+                    self._num_behind -= 1
                 # Half of it, so that the loop is not woken for each.
                 if self._awaits_room and self._outbox.qsize() <= MAX_QUEUED_MESSAGES // 2:
                     self._awaits_room = False

@@ -41,9 +41,13 @@ class StepInFlight:
     epochs: npt.NDArray[np.int64]
     positions: Int32s
     """Index in prompt + output that the drawn token will have."""
-    requests: npt.NDArray[np.object_]
     all_requests: npt.NDArray[np.object_]
     """Of every scheduled row, drawing or not."""
+
+    @property
+    def requests(self) -> npt.NDArray[np.object_]:
+        """Of the rows that draw."""
+        return self.all_requests[self.output.samples]
 
 
 class Intake:
@@ -82,7 +86,7 @@ class Intake:
         ended = self._is_eos[token_ids] & ~columns.ignore_eos[rows]
         ended |= positions + 1 >= columns.max_len[rows]
         ended |= columns.looks_at_tokens[rows]
-        for index in np.flatnonzero(ended).tolist():
+        for index in ended.nonzero()[0].tolist():
             row = rows[index]
             length = int(positions[index]) + 1
             known = columns.token_ids[row, :length]

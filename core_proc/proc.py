@@ -1,6 +1,6 @@
 """The core process: messages in, steps, columns out.
 
-    reader threads: decode, hash prompts ──inbox──► main loop: step ──► writer threads: encode, send
+    reader threads: decode, hash prompts ──inbox──► main loop: step, encode, send ──► writer threads: what is not taken
                       compiler thread: grammars ───────┘
 
 Started with the name of a module to import ahead, and the descriptors of a socket to its owner, which it lives as long

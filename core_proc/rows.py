@@ -34,14 +34,12 @@ class Rows:
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
         self._block_size = block_size
-        self.computed: Int32s = np.zeros(num_rows, np.int32)
+        self.lengths: Int32s = np.zeros((5, num_rows), np.int32)
+        """[5, rows]: what a step looks at of each row, in the order of the next line."""
+        self.computed, self.known, self.expected, self.max_len, self.capacity = self.lengths
+        """`max_len`: tokens at which it ends; `capacity`: those that the row's blocks can hold."""
         self.cached: Int32s = np.zeros(num_rows, np.int32)
         """Tokens that were computed already when the request entered."""
-        self.expected: Int32s = np.zeros(num_rows, np.int32)
-        self.known: Int32s = np.zeros(num_rows, np.int32)
-        self.max_len: Int32s = np.zeros(num_rows, np.int32)
-        self.capacity: Int32s = np.zeros(num_rows, np.int32)
-        """Tokens the row's blocks can hold."""
         self.epoch: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         """Changes whenever a request leaves the row: a result of an older epoch is not this request's."""
         self.last_step: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)

@@ -10,7 +10,6 @@ scheduled meanwhile; intake.py takes in what it drew.
 
 from __future__ import annotations
 
-import copy
 import time
 from typing import TYPE_CHECKING, Literal
 
@@ -206,16 +205,14 @@ class Scheduler:
         whole: StepBudget | None = None
         while True:
             rows = columns.in_order
-            computed = columns.computed[rows]
-            expected = columns.expected[rows]
+            computed, known, expected, max_len, capacity = columns.lengths[:, rows]
             todo = expected - computed
-            # A row that is certain to end when its step returns has nothing more to compute.
-            todo[expected >= columns.max_len[rows]] = 0
             # What a grammar allows next is known when the last token is; the token itself, to a first stage, too.
-            waits = expected > columns.known[rows]
+            waits = expected > known
             if not self._shares:
                 waits &= columns.has_grammar[rows]
-            todo[waits] = 0
+            # A row that is certain to end when its step returns has nothing more to compute.
+            todo[waits | (expected >= max_len)] = 0
             if self.held_back:
                 todo[np.isin(columns.client[rows], self.held_back)] = 0
             if self._suspects:
@@ -225,14 +222,14 @@ class Scheduler:
                 num_tokens = self._waiting.num_ready_tokens(self._chunks.max_tokens * self._shares.num_steps)
                 draft.share = draft.share or self._shares.share(todo, waits, num_tokens if columns.num_free else 0)
             whole = whole or self._chunks.budget(todo, computed, waits, num_waiting, trial)
-            budget = copy.copy(whole)
+            budget = whole.copy()
             if draft.share is not None:
                 draft.share.limit(todo)
             counts = budget.deal(todo, computed)
-            short = np.flatnonzero(computed + counts > columns.capacity[rows])
-            if all(self._grow(draft, rows, counts, int(index)) for index in short):
-                chosen = counts > 0
+            (short,) = (computed + counts > capacity).nonzero()
+            if all(self._grow(draft, rows, counts, index) for index in short.tolist()):
                 left = None if scarce or not counts[short].all() else budget
+                chosen = counts > 0
                 return rows[chosen], counts[chosen], left
             # Someone left: whoever could not grow tries again, with the budget that came back. What it started with
             # stays, so that nobody gets less than there are blocks for now.
@@ -305,7 +302,7 @@ class Scheduler:
         drawing = rows[samples]
         positions = expected[samples]
         columns.expected[drawing] = positions + 1
-        for row in {*draft.grown, *rows[counts > 1].tolist()}:
+        for row in draft.grown.union(rows[counts > 1].tolist()):
             self._publish(columns.requests[row], int(columns.computed[row]))
         for row in drawing[columns.has_siblings[drawing]].tolist():
             self.table.release_siblings(columns.requests[row])
@@ -329,7 +326,6 @@ class Scheduler:
             rows=drawing,
             epochs=columns.epoch[drawing],
             positions=positions,
-            requests=columns.requests[drawing],
             all_requests=columns.requests[rows],
         )
 
@@ -341,7 +337,7 @@ class Scheduler:
 
     def grammar_mask(self, step: StepInFlight) -> GrammarMask | None:
         """What the grammars of a step allow it to draw. All their tokens are known: such rows wait for them."""
-        index = np.flatnonzero(self._rows.has_grammar[step.rows])
+        (index,) = self._rows.has_grammar[step.rows].nonzero()
         if not len(index):
             return None
         bits = np.zeros((len(index), -(-self._vocab_size // 32)), np.int32)

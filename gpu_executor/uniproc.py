@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from protos.place import ONLY
 from protos.python_profile import PythonProfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from concurrent.futures import Future
 
     from gpu_executor.executor import PendingOutput, WorkersDiedError
     from protos.adapter import Adapter
@@ -43,10 +44,26 @@ def make_worker(config: EngineConfig, eos_token_ids: tuple[int, ...], place: Pla
     return worker
 
 
+class Outcome(Generic[T]):
+    """What a call returned or raised, as a future tells it."""
+
+    def __init__(self, run: Callable[[], T]) -> None:
+        self._error: Exception | None = None
+        try:
+            self._value = run()
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+
 class LaunchedStep:
     """A step that the worker has been given, and may not have got to yet."""
 
-    def __init__(self, sampled: Future[PendingOutput]) -> None:
+    def __init__(self, sampled: Future[PendingOutput] | Outcome[PendingOutput]) -> None:
         self.sampled = sampled
         """Done once the worker has issued all of it; then the device may still be at it."""
 
@@ -62,7 +79,7 @@ class UniprocExecutor:
     ) -> None:
         self._worker = worker or make_worker(config, eos_token_ids)
         self._thread: ThreadPoolExecutor | None = None
-        self._forward: Future[None] | None = None
+        self._forward: Future[None] | Outcome[None] | None = None
         self._profile: PythonProfile | None = None
         """Of the thread, while it is recorded."""
 
@@ -85,15 +102,8 @@ class UniprocExecutor:
 
         return LaunchedStep(self._submit(run))
 
-    def _submit(self, run: Callable[[], T]) -> Future[T]:
-        if self._thread is not None:
-            return self._thread.submit(run)
-        future: Future[T] = Future()
-        try:
-            future.set_result(run())
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def _submit(self, run: Callable[[], T]) -> Future[T] | Outcome[T]:
+        return Outcome(run) if self._thread is None else self._thread.submit(run)
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         self._submit(lambda: self._worker.load_adapter(slot, adapter)).result()

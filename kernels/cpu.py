@@ -286,10 +286,15 @@ class CpuOps(ReferenceOps):
         self._rows(*pointers, count, size * cell, table.stride(0) * cell)
         return out
 
-    def program(self, record: Callable[[Sizes], torch.Tensor], most: Sizes) -> Program:
+    def program(
+        self,
+        record: Callable[[Sizes], torch.Tensor],
+        most: Sizes,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Program:
         from kernels.cpu_program import Program
 
-        return Program(self.calls, record, most)
+        return Program(self.calls, record, most, then)
 
     def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:
         assert indices.dtype == torch.int64

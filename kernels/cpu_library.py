@@ -100,9 +100,9 @@ class Library:
         self.addresses: dict[str, int] = {name: library.tailrace_kernel(name.encode()) for name in _ARGUMENTS}
         self.vector_width: int = library.tailrace_vector_width()
 
-    def run_list(self, calls: ctypes.Array[Call], num_threads: int, pace: Pace) -> None:
-        """One after the other; what was learnt of the same list before is in its pace."""
-        self._run(calls, len(calls), num_threads, ctypes.byref(pace))
+    def run_list(self, calls: ctypes.Array[Call], count: int, num_threads: int, pace: Pace) -> None:
+        """The first so many, one after the other; what was learnt of the same list before is in its pace."""
+        self._run(calls, count, num_threads, ctypes.byref(pace))
 
     def run(self, call: Call, num_threads: int) -> None:
         """Threads are woken only where it pays."""

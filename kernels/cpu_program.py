@@ -42,18 +42,24 @@ _EMPTY = {
 
 
 class Program:
-    """What `record` calls for. One thread runs it, and its result holds until it runs again."""
+    """What `record` calls for, and `then`. One thread runs it, and results hold until it runs again."""
 
-    def __init__(self, calls: Calls, record: Callable[[Sizes], torch.Tensor], most: Sizes) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        record: Callable[[Sizes], torch.Tensor],
+        most: Sizes,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         """`record` is called for several sizes up to `most`, each at least 3, and tells the result: one row for each of
-        the last size. The tensors it reads must stay where they are.
+        the last size; `then` makes another of that. The tensors they read must stay where they are.
 
         Raises NotCapturableError if more is computed than kernels do, or arguments do not grow evenly.
         """
         self._library, self._num_threads = calls.library, calls.num_threads
-        self._record = record  # keeps what the kernels read
+        self._record, self._then = record, then  # they keep what the kernels read
         self._places = _Places()
-        largest, self._result = self._recorded(calls, most)
+        largest, self._num_first, self._result, self._other = self._recorded(calls, most)
         # Not of 1: how far rows lie apart where there is one is not said.
         few = [tuple(FEW + (size < grown) for size in range(len(most))) for grown in range(len(most) + 1)]
         recordings = [self._recorded(calls, sizes)[0] for sizes in few]
@@ -77,24 +83,29 @@ class Program:
         self._paces = [Pace() for _ in range(64)]
         """By the number of bits of the first size: how long it takes is alike for those."""
 
-    def run(self, sizes: Sizes) -> torch.Tensor:
-        """Computes the result from what is in the tensors now."""
+    def run(self, sizes: Sizes, wants_other: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Computes the result from what is in the tensors now, and the other one if it is wanted."""
         if sizes != self._sizes:
             self._sizes = sizes
             for numbers in self._numbers:
                 numbers.fit(sizes)
-        self._library.run_list(self._calls, self._num_threads, self._paces[sizes[0].bit_length()])
-        return self._result[: sizes[-1]]
+        wants_other = wants_other and self._other is not None
+        count = len(self._calls) if wants_other else self._num_first
+        self._library.run_list(self._calls, count, self._num_threads, self._paces[sizes[0].bit_length()])
+        return self._result[: sizes[-1]], self._other[: sizes[-1]] if wants_other else None
 
-    def _recorded(self, calls: Calls, sizes: Sizes) -> tuple[Recording, torch.Tensor]:
+    def _recorded(self, calls: Calls, sizes: Sizes) -> tuple[Recording, int, torch.Tensor, torch.Tensor | None]:
+        """Also how many calls the result takes without the other one."""
         assert calls.recording is None, "one recording at a time"
         recording = calls.recording = []
         try:
             with self._places:
                 result = self._record(sizes)
+                num_first = len(recording)
+                other = None if self._then is None else self._then(result)
         finally:
             calls.recording = None
-        return recording, result
+        return recording, num_first, result, other
 
 
 class _Places(TorchDispatchMode):

@@ -222,8 +222,14 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
         """Memory for a result of operations on integers that are kept, on a CPU."""
         return torch.empty(shape, dtype=dtype)
 
-    def program(self, record: Callable[[Sizes], torch.Tensor], most: Sizes) -> Program:
-        """What `record` calls these for, as one list for all sizes up to `most`, where operations keep integers."""
+    def program(
+        self,
+        record: Callable[[Sizes], torch.Tensor],
+        most: Sizes,
+        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> Program:
+        """What `record` calls these for, as one list for all sizes up to `most`, where operations keep integers; and
+        `then` of its result, where that is wanted too."""
         raise NotImplementedError
 
     def quantised_rows(self, weight: QuantisedMatrix, indices: torch.Tensor) -> torch.Tensor:

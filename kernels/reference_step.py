@@ -45,8 +45,8 @@ class ReferenceStepOps:
         """Fills `out` with a step: row rows[r] of the tables computes its tokens from position starts[r] on.
 
         token_table [table rows, positions] and block_table [table rows, blocks] are int32, and so are rows [R],
-        starts [R] and query_starts [R + 1], which ends with num_tokens. Of blocks, as many columns are looked up as
-        `out` has. Whatever `out` has room for beyond R and num_tokens becomes padding.
+        starts [R] and query_starts [R + 1], which ends with num_tokens. Of blocks, at least those of the row's keys are
+        looked up, if `out` has columns for them. Whatever `out` has room for beyond R and num_tokens becomes padding.
         """
         num_rows, width = rows.shape[0], out.block_tables.shape[1]
         table_rows, firsts = rows.long(), starts.long()

@@ -71,14 +71,13 @@ class Adapters:
         for added in self._all():
             added.slots.pop(slot, None)
 
-    def begin(self, slots: Int32s, counts: Int32s) -> bool:
-        """Of a step's rows the slots, 0 for none, and how many tokens each has; whether any has an adapter.
+    def begin(self, slots: Int32s, counts: Int32s) -> None:
+        """Of a step's rows the slots, 0 for none, and how many tokens each has. They count until `end`.
 
         Raises RuntimeError for one that is not loaded.
         """
-        self._groups.clear()
         if not slots.any():
-            return False
+            return
         if missing := set(slots.tolist()) - self._loaded - {0}:
             raise RuntimeError(f"no adapter is in slot {min(missing)}")
         of_tokens = np.repeat(slots, counts)
@@ -90,7 +89,9 @@ class Adapters:
                 least, most = int(order[first]), int(order[end - 1])
                 are_neighbours = most - least == end - 1 - first
                 self._groups.append((slot, slice(least, most + 1) if are_neighbours else on_device[first:end]))
-        return True
+
+    def end(self) -> None:
+        self._groups.clear()
 
     def _all(self) -> set[Added]:
         return {target.linear.added for target in self._targets.values() if target.linear is not None}

@@ -23,7 +23,7 @@ class Draws:
         """`rows` are the batch's rows that draw, `positions` the indices in prompt + output of what they draw."""
         self.batch, self.rows, self.positions = batch, rows, positions
         self.mask = mask if mask is not None and len(mask.index) else None
-        self.uses: npt.NDArray[np.uint8] = batch.uses[rows]
+        self.uses: npt.NDArray[np.uint16] = batch.uses[rows]
         """Bits of features.py, by place."""
         self.used = int(np.bitwise_or.reduce(self.uses))
         """What any of them uses."""

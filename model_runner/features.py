@@ -1,6 +1,6 @@
 """Features: what a row asks of its sampler beyond a plain draw.
 
-Each row has a byte of bits, so that a step learns what its rows use by one look at one column; and lists
+Each row has a few bits, so that a step learns what its rows use by one look at one column; and lists
 of token ids, which are empty for nearly all rows.
 """
 
@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+from protos.params import TEMPERATURE_GREEDY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -26,10 +28,15 @@ LOGPROBS = 32
 PROCESSED = 64
 """Log-probabilities of what is drawn from; only together with LOGPROBS."""
 PROMPT_LOGPROBS = 128
+RANDOM = 256
+"""A temperature at which not simply the largest logit is drawn."""
+ADAPTER = 512
+MORE_THAN_LARGEST = EDITS | LOGPROBS | RANDOM
+"""A row with none of these draws its largest logit, and that is all there is to it."""
 
 
-def features(sampling: Sampling) -> int:
-    """The bits of a row with these parameters."""
+def features(sampling: Sampling, adapter: int = 0) -> int:
+    """The bits of a row with these parameters, and an adapter in this slot."""
     reports = sampling.logprobs is not None or bool(sampling.logprob_token_ids)
     penalises = sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0 or sampling.presence_penalty != 0
     return (
@@ -41,6 +48,8 @@ def features(sampling: Sampling) -> int:
         | LOGPROBS * reports
         | PROCESSED * (reports and sampling.processed_logprobs)
         | PROMPT_LOGPROBS * (sampling.prompt_logprobs is not None)
+        | RANDOM * (sampling.temperature >= TEMPERATURE_GREEDY)
+        | ADAPTER * (adapter > 0)
     )
 
 

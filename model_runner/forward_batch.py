@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from model_runner.prompt_spans import PromptSpans
     from protos.step import SchedulerOutput
 
+    Int32s = npt.NDArray[np.int32]
     KVCaches = dict[int, tuple[torch.Tensor, torch.Tensor]]
     """Keys and values of each layer of the stage."""
     StepSizes = tuple[int, int, int]
@@ -70,6 +71,9 @@ class ForwardBuffers:
             seq_lens=zeros(rows),
             block_tables=zeros(rows, batch.block_table.shape[1]),
         )
+        self._given = [policy.mirror(np.zeros(size, np.int32)) for size in (rows, rows, rows + 1)]
+        """Of a step in its place: rows, where they start, and where their tokens do."""
+        self._columns: list[Int32s] = [tensor.numpy() for tensor in self._given] if policy.shares_memory else []
         self._every_token = torch.arange(rows, device=policy.device)
         self._drawing = np.zeros(draws, np.int64)
         self._output_tokens: torch.Tensor = policy.mirror(self._drawing)
@@ -105,18 +109,22 @@ class ForwardBuffers:
         self._fill(step, self._view(size, size, self._width(step)))
 
     def of_sizes(self, sizes: StepSizes, kv_caches: KVCaches) -> ForwardBatch:
-        """Where `fill_in_place` puts steps of these sizes."""
+        """The batch of what `fill_in_place` was told last, a step of these sizes."""
         num_tokens, num_rows, num_draws = sizes
+        rows, starts, query_starts = self._given
         tensors = self._view(num_tokens, num_rows, self._all.block_tables.shape[1])
+        self._look_up(rows[:num_rows], starts[:num_rows], query_starts[: num_rows + 1], num_tokens, tensors)
         return ForwardBatch(*tensors, self._output_tokens[:num_draws], kv_caches)
 
     def fill_in_place(self, step: SchedulerOutput) -> StepSizes:
-        """Puts a step where `of_sizes` has its tensors, in memory that device and host share; returns its sizes."""
-        num_tokens, num_rows = step.num_tokens, len(step.rows)
-        query_starts = self._fill(step, self._view(num_tokens, num_rows, self._width(step)))
-        drawing = (query_starts[1:] - 1)[step.samples]
-        self._drawing[: len(drawing)] = drawing
-        return num_tokens, num_rows, len(drawing)
+        """Puts a step where `of_sizes` finds it, in memory that device and host share; returns its sizes."""
+        num_rows = len(step.rows)
+        rows, starts, query_starts = self._columns
+        rows[:num_rows], starts[:num_rows] = step.rows, step.starts
+        ends = step.counts.cumsum(out=query_starts[1 : num_rows + 1])
+        drawing = ends[step.samples]
+        np.subtract(drawing, 1, out=self._drawing[: len(drawing)])
+        return int(ends[-1]), num_rows, len(drawing)
 
     def _width(self, step: SchedulerOutput) -> int:
         """Blocks of the longest row."""
@@ -138,21 +146,24 @@ class ForwardBuffers:
 
     def _fill(self, step: SchedulerOutput, tensors: StepTensors) -> npt.NDArray[np.int32]:
         """Returns where the tokens of each row start."""
-        num_rows, batch = len(step.rows), self._batch
+        num_rows = len(step.rows)
         # One copy to the device for all of it.
         packed = np.zeros(3 * num_rows + 1, np.int32)
         packed[:num_rows], packed[num_rows : 2 * num_rows] = step.rows, step.starts
         query_starts = packed[2 * num_rows :]
         np.cumsum(step.counts, out=query_starts[1:])
         rows, starts, on_device = self._policy.tensor(packed).tensor_split([num_rows, 2 * num_rows])
-        self._policy.ops.step_tensors(
-            batch.token_table,
-            batch.block_table,
-            rows,
-            starts,
-            on_device,
-            int(query_starts[-1]),
-            batch.block_size,
-            tensors,
-        )
+        self._look_up(rows, starts, on_device, int(query_starts[-1]), tensors)
         return query_starts
+
+    def _look_up(
+        self,
+        rows: torch.Tensor,
+        starts: torch.Tensor,
+        query_starts: torch.Tensor,
+        num_tokens: int,
+        tensors: StepTensors,
+    ) -> None:
+        batch = self._batch
+        given = batch.token_table, batch.block_table, rows, starts, query_starts
+        self._policy.ops.step_tensors(*given, num_tokens, batch.block_size, tensors)

@@ -6,17 +6,21 @@ import logging
 from bisect import bisect_left
 from typing import TYPE_CHECKING
 
+import torch
+
 from kernels.capture import NotCapturableError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
     from model_runner.forward_batch import ForwardBuffers, KVCaches
     from model_runner.graph_backend import GraphBackend, Recorded
     from model_runner.models import Model
     from protos.step import SchedulerOutput
+
+    Scores = tuple[torch.Tensor, torch.Tensor | None]
+    """Of the rows of a step that draw: logits, to be overwritten at will, and the tokens of the largest ones, if those
+    are made with them. Both hold until the next step."""
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +60,9 @@ class Graphs:
         before, first, second = bytes_used
         return max(0, first - before) + max(0, second - first) * (len(sizes) - 1)
 
-    def run(self, step: SchedulerOutput, is_special: bool) -> torch.Tensor | None:
-        """Logits [R, vocabulary] of a step, to be overwritten at will, valid until the next; None if it is to be run
-        operation by operation."""
+    @torch.inference_mode()
+    def run(self, step: SchedulerOutput, is_special: bool, wants_largest: bool) -> Scores | None:
+        """Logits [R, vocabulary] of a step; None if it is to be run operation by operation."""
         num_rows = len(step.rows)
         size = graph_size(self._sizes, num_rows, step.num_tokens, int(step.samples.sum()), is_special)
         if size is None:
@@ -66,7 +70,7 @@ class Graphs:
         self._buffers.fill_padded(step, size)
         result, replay = self._recorded[size]
         replay()
-        return result[:num_rows]
+        return result[:num_rows], None
 
     def _record(self, size: int) -> None:
         """Of padding alone. What cannot be recorded in one size is not tried in others."""

@@ -56,7 +56,7 @@ class InputBatch:
         self.prompt_logprobs_from: Int32s = np.zeros(num_rows, np.int32)
         self.adapter: Int32s = np.zeros(num_rows, np.int32)
         """Slot of each row's adapter; 0 is none."""
-        self.uses: npt.NDArray[np.uint8] = np.zeros(num_rows, np.uint8)
+        self.uses: npt.NDArray[np.uint16] = np.zeros(num_rows, np.uint16)
         """Bits of features.py; the columns and lists of a feature that a row does not use are not read."""
         self.end_token_ids: list[list[int]] = [[]] * num_rows
         """Tokens that end the row's output: its stop ids, and the model's own unless it ignores them."""
@@ -89,7 +89,7 @@ class InputBatch:
         own = () if sampling.ignore_eos else self._eos_token_ids
         self.end_token_ids[row] = [*own, *sampling.stop_token_ids]
         self.adapter[row] = new_row.adapter
-        self.uses[row] = features(sampling)
+        self.uses[row] = features(sampling, new_row.adapter)
         self.lists[row] = token_lists(sampling)
         self.repetition_penalty[row] = sampling.repetition_penalty
         self.frequency_penalty[row] = sampling.frequency_penalty
@@ -110,11 +110,13 @@ class InputBatch:
             on_device = self._policy.tensor(np.stack([in_order, places, blocks]))
             self.block_table[on_device[0].long(), on_device[1].long()] = on_device[2].int()
 
+    def used(self, rows: Int32s) -> int:
+        """What any of these rows uses: bits of features.py."""
+        return int(np.bitwise_or.reduce(self.uses[rows]))
+
     def prompt_spans(self, step: SchedulerOutput) -> PromptSpans | None:
         """The prompt tokens whose log-probabilities the step tells, if there are any."""
         asking = (self.uses[step.rows] & PROMPT_LOGPROBS) != 0
-        if not asking.any():
-            return None
         return prompt_spans(step, asking, self.prompt_logprobs_from[step.rows], self.num_prompt_tokens[step.rows])
 
     def record(self, rows: Int32s, positions: Int32s, token_ids: torch.Tensor) -> None:

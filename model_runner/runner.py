@@ -8,6 +8,7 @@ import torch
 
 from model_runner.adapters import Adapters
 from model_runner.draws import Draws
+from model_runner.features import ADAPTER, MORE_THAN_LARGEST, PROMPT_LOGPROBS
 from model_runner.forward_batch import ForwardBuffers
 from model_runner.graphs import Graphs
 from model_runner.input_batch import InputBatch
@@ -29,9 +30,11 @@ if TYPE_CHECKING:
 
     from model_runner.device import DevicePolicy
     from model_runner.forward_batch import KVCaches
+    from model_runner.graphs import Scores
     from model_runner.logprobs import LogprobRows
     from model_runner.memory import MemoryMeter
     from model_runner.prompt_spans import PromptSpans
+    from model_runner.sampler import Drawn, Int32s
     from protos.adapter import Adapter
     from protos.config import EngineConfig
     from protos.model_spec import ModelSpec
@@ -69,7 +72,7 @@ class ModelRunner:
         self._step: SchedulerOutput | None = None
         self._spans: PromptSpans | None = None
         self._hidden = torch.empty(0)
-        self._logits: torch.Tensor | None = None
+        self._scores: Scores | None = None
         """Of the step last executed, where a recording has made them already."""
         self._graphs: Graphs | StepProgram | None = None
 
@@ -137,7 +140,6 @@ class ModelRunner:
         used, total = self._policy.memory.used()
         return MemoryPlan(total, self._config.cache.gpu_memory_utilization, used, step_bytes, graph_bytes)
 
-    @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> None:
         """Applies the step's changes and runs the forward pass of the stage; `sample` then draws its tokens."""
         self._step = step
@@ -145,16 +147,26 @@ class ModelRunner:
         try:
             self._batch.apply(step)
             self._link.check(before)
-            self._spans = self._batch.prompt_spans(step)
-            has_adapters = self._adapters.begin(self._batch.adapter[step.rows], step.counts)
-            is_special = has_adapters or self._spans is not None
-            self._logits = None if self._graphs is None else self._graphs.run(step, is_special)
-            if self._logits is None:
-                batch = self._buffers.fill(step, self._kv_caches, self._spans)
-                batch.hidden = before
-                behind = self._hidden = self.model.forward(batch)
+            used = self._batch.used(step.rows)
+            self._spans = self._batch.prompt_spans(step) if used & PROMPT_LOGPROBS else None
+            is_special = self._spans is not None or used & ADAPTER != 0
+            wants_largest = not used & MORE_THAN_LARGEST
+            self._scores = None if self._graphs is None else self._graphs.run(step, is_special, wants_largest)
+            if self._scores is None:
+                behind = self._hidden = self._forward(step, before)
         finally:
             self._link.send(behind, step)
+
+    @torch.inference_mode()
+    def _forward(self, step: SchedulerOutput, before: torch.Tensor | None) -> torch.Tensor:
+        """Operation by operation: hidden states behind the stage, of the tokens that are told or draw."""
+        batch = self._buffers.fill(step, self._kv_caches, self._spans)
+        batch.hidden = before
+        self._adapters.begin(self._batch.adapter[step.rows], step.counts)
+        try:
+            return self.model.forward(batch)
+        finally:
+            self._adapters.end()
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """For rows that name the slot from the next step on. Raises AdapterError; then the slot is empty."""
@@ -163,7 +175,6 @@ class ModelRunner:
     def unload_adapter(self, slot: int) -> None:
         self._adapters.unload(slot)
 
-    @torch.inference_mode()
     def sample(self, mask: GrammarMask | None = None) -> PendingStep:
         """Draws a token for each row of the step last executed that is due one, among those the mask allows; in a stage
         before the last, nothing. The next step may be executed before what is drawn is here."""
@@ -176,11 +187,20 @@ class ModelRunner:
         if self._spans is not None:
             of_prompts = self._spans, self._prompt_logprobs(self._hidden[len(rows) :], self._spans)
         if len(rows):
-            logits = self._logits if self._logits is not None else self.model.logits(self._hidden[: len(rows)])
-            drawn = self._sampler(logits, Draws(self._batch, rows, positions, mask))
+            drawn = self._draw(rows, positions, mask)
             self._batch.record(rows, positions, drawn.token_ids)
         return PendingStep(step.step_id, drawn, of_prompts)
 
+    def _draw(self, rows: Int32s, positions: Int32s, mask: GrammarMask | None) -> Drawn:
+        logits, largest = self._scores or (None, None)
+        if largest is not None and mask is None:
+            return self._sampler.drawn(largest.clone())
+        with torch.inference_mode():
+            if logits is None:
+                logits = self.model.logits(self._hidden[: len(rows)])
+            return self._sampler(logits, Draws(self._batch, rows, positions, mask))
+
+    @torch.inference_mode()
     def _prompt_logprobs(self, hidden: torch.Tensor, spans: PromptSpans) -> PendingLogprobs:
         """Of the spans' tokens, by the hidden states [P, hidden size] that predict them."""
         batch, tensor = self._batch, self._policy.tensor

@@ -25,11 +25,10 @@ import torch
 
 from kernels.thresholds import Filters
 from model_runner.columns import to_columns
-from model_runner.features import LOGPROBS, PROCESSED
+from model_runner.features import LOGPROBS, PROCESSED, RANDOM
 from model_runner.logits import edit_logits
 from model_runner.logprobs import PendingLogprobs, chunk_scratch, token_logprobs
 from model_runner.row_keys import row_keys
-from protos.params import TEMPERATURE_GREEDY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,28 +69,28 @@ class Sampler:
         reports = bool(draws.used & LOGPROBS)
         if not draws.edited:
             token_ids = self._draw(logits, draws)
-            return self._drawn(token_ids, self._logprobs(logits, draws, token_ids) if reports else None)
+            return self.drawn(token_ids, self._logprobs(logits, draws, token_ids) if reports else None)
         # Ranks need the drawn token, so the raw logits that edits change are kept until then.
         raw_places = self._policy.tensor(_raw_places(draws)) if reports else None
         raw = None if raw_places is None else logits.index_select(0, raw_places)
         edit_logits(logits, draws, self._policy)
         token_ids = self._draw(logits, draws)
         if raw is None:
-            return self._drawn(token_ids, None)
+            return self.drawn(token_ids)
         logits.index_copy_(0, raw_places, raw)
-        return self._drawn(token_ids, self._logprobs(logits, draws, token_ids))
+        return self.drawn(token_ids, self._logprobs(logits, draws, token_ids))
 
-    def _drawn(self, token_ids: torch.Tensor, logprobs: PendingLogprobs | None) -> Drawn:
+    def drawn(self, token_ids: torch.Tensor, logprobs: PendingLogprobs | None = None) -> Drawn:
+        """Tokens that are drawn already, on their way to the host."""
         return Drawn(token_ids, self._policy.to_host(token_ids), logprobs)
 
     def _draw(self, logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-        is_random = draws.batch.temperature[draws.rows] >= TEMPERATURE_GREEDY
-        random = np.flatnonzero(is_random)
+        random = draws.places(RANDOM)
         if not len(random):
             return self._ops.argmax(logits)
         token_ids = torch.empty(len(draws), dtype=torch.int32, device=logits.device)
         if len(random) < len(draws):
-            greedy = self._policy.tensor(np.flatnonzero(~is_random))
+            greedy = self._policy.tensor(np.flatnonzero((draws.uses & RANDOM) == 0))
             token_ids[greedy] = self._ops.argmax(logits, greedy)
         for places in self._chunks(random, logits):
             keys = row_keys(draws.batch.seed[draws.rows[places]], draws.positions[places])
@@ -122,8 +121,7 @@ class Sampler:
         for places in self._chunks(draws.places(LOGPROBS), logits):
             index = self._policy.tensor(places)
             source = _rows_of(logits, places, index)
-            processed = (draws.uses[places] & PROCESSED) != 0
-            processed &= batch.temperature[rows[places]] >= TEMPERATURE_GREEDY
+            processed = (draws.uses[places] & (PROCESSED | RANDOM)) == PROCESSED | RANDOM
             if processed.any():
                 within = self._policy.tensor(np.flatnonzero(processed))
                 source[within] = self._ops.scale_and_filter(logits, *self._columns(draws, places[processed]))

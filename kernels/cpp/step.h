@@ -18,7 +18,7 @@ struct StepArgs {
   int64_t* slots;               // [padded_tokens]
   int32_t* out_query_starts;    // [padded_rows + 1]
   int32_t* seq_lens;            // [padded_rows]
-  int32_t* block_tables;        // [padded_rows][width], rows out_stride apart
+  int32_t* block_tables;        // [padded_rows][width], rows out_stride apart; filled as far as a row's keys go
   int64_t token_stride, block_stride, out_stride;
   int64_t num_rows, padded_rows, padded_tokens, width, block_size;
 };
@@ -37,7 +37,8 @@ inline void step_tensors(const StepArgs& a, Team& team) {
       a.slots[token] = blocks[position / a.block_size] * a.block_size + position % a.block_size;
     }
     a.seq_lens[r] = (int32_t)position;
-    memcpy(a.block_tables + r * a.out_stride, blocks, a.width * sizeof(int32_t));
+    const int64_t width = std::min(a.width, (position + a.block_size - 1) / a.block_size);
+    memcpy(a.block_tables + r * a.out_stride, blocks, width * sizeof(int32_t));
   }
   for (int64_t r = a.num_rows; r < a.padded_rows; r++) {
     a.seq_lens[r] = 0;

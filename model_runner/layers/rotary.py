@@ -25,9 +25,10 @@ class Rotary:
     def __init__(self, spec: ModelSpec, max_model_len: int, device: torch.device, ops: Ops) -> None:
         frequencies, magnitude = rope_frequencies(spec, max_model_len)
         self._ops = ops
-        angles = torch.arange(max_model_len, device=device)[:, None].float() * frequencies.to(device)
+        # On the host: to compute on a device without memory, torch imports its compiler, which takes a second.
+        angles = torch.arange(max_model_len).float()[:, None] * frequencies
         # Of all positions: a few hundred bytes for each, beside the kilobytes of its keys and values.
-        self._cosines, self._sines = angles.cos().mul_(magnitude), angles.sin().mul_(magnitude)
+        self._cosines, self._sines = (part.mul_(magnitude).to(device) for part in (angles.cos(), angles.sin()))
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cosines and sines [T, pairs] in float32 of positions [T], below max_model_len."""

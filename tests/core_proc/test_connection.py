@@ -85,6 +85,32 @@ def test_what_was_sent_is_written_before_closing(sockets: tuple[socket.socket, s
     assert received == [*messages, Pong()]
 
 
+def test_what_the_socket_takes_is_written_by_whoever_sends(sockets: tuple[socket.socket, socket.socket]) -> None:
+    connection, theirs = Connection(sockets[0]), sockets[1]
+    decoder = codec.FrameDecoder(codec.to_front_end)
+    theirs.setblocking(False)
+    for _ in range(20):
+        connection.send(Pong())
+        assert list(decoder.feed(theirs.recv(1 << 16))) == [Pong()]
+    theirs.close()
+    connection.flush_and_close()
+
+
+def test_what_it_does_not_take_comes_in_order_and_holds_nobody_up(sockets: tuple[socket.socket, socket.socket]) -> None:
+    connection, theirs = Connection(sockets[0]), sockets[1]
+    decoder = codec.FrameDecoder(codec.to_front_end)
+    for size in (1, 5_000_000):
+        messages = [EngineCoreOutputs(handles=bytes([n]) * 8, token_ids=bytes(4 * size)) for n in range(4)]
+        for message in messages:
+            connection.send(message)
+        received: list[ToFrontEnd] = []
+        while len(received) < len(messages):
+            received += decoder.feed(theirs.recv(1 << 20))
+        assert received == messages
+    theirs.close()
+    connection.flush_and_close()
+
+
 def test_sending_to_a_front_end_that_left_holds_nobody_up(sockets: tuple[socket.socket, socket.socket]) -> None:
     connection, theirs = Connection(sockets[0]), sockets[1]
     theirs.close()

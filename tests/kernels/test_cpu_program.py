@@ -57,16 +57,21 @@ class Layers:
 def test_a_program_computes_the_same_bits_for_any_sizes_from_what_is_in_its_buffers(variant: str, num_threads: int):
     ops = cpu_ops(variant, num_threads)
     layers, alone = Layers(ops), Layers(cpu_ops(variant, 1))
-    program = ops.program(layers, MOST)
+    program = ops.program(layers, MOST, then=ops.argmax)
     for sizes in [(1, 1), (3, 0), (40, 30), (40, 1), (2, 2), (17, 5), (17, 5), (33, 30), (1, 1)]:
         layers.ids.random_(0, 50)
         layers.wanted.random_(0, sizes[0])
         alone.ids.copy_(layers.ids)
         alone.wanted.copy_(layers.wanted)
-        program._result.fill_(torch.nan)
-        result = program.run(sizes)
-        assert len(result) == sizes[1]
-        assert torch.equal(result, alone(sizes)), sizes
+        for wants_other in (False, True):
+            program._result.fill_(torch.nan)
+            result, other = program.run(sizes, wants_other)
+            assert len(result) == sizes[1]
+            assert torch.equal(result, alone(sizes)), sizes
+            if wants_other:
+                assert torch.equal(other, result.argmax(1).int()), sizes
+            else:
+                assert other is None
 
 
 def test_nothing_is_computed_while_it_is_recorded(ops: CpuOps):
@@ -138,7 +143,7 @@ def test_what_is_computed_outside_of_the_kernels_is_refused_in_one_line(ops: Cpu
     ):
         ops.program(lambda sizes: REFUSED[name](x), (4,))
     layers = Layers(ops)
-    assert torch.equal(ops.program(layers, MOST).run((2, 1)), layers((2, 1)))
+    assert torch.equal(ops.program(layers, MOST).run((2, 1))[0], layers((2, 1)))
 
 
 def test_other_ways_to_look_at_a_tensor_are_not_refused(ops: CpuOps):
@@ -151,9 +156,9 @@ def test_other_ways_to_look_at_a_tensor_are_not_refused(ops: CpuOps):
 
     with torch.inference_mode():
         program = ops.program(record, (3,))
-        assert torch.equal(program.run((2,)), record((2,)))
+        assert torch.equal(program.run((2,))[0], record((2,)))
         x.mul_(3.0)
-        assert torch.equal(program.run((3,)), record((3,)))
+        assert torch.equal(program.run((3,))[0], record((3,)))
 
 
 def test_sizes_that_grow_little_by_little_find_room_in_few_arenas():
@@ -185,6 +190,6 @@ def test_a_list_whose_pace_says_so_runs_on_one_thread_and_learns_how_long_that_t
     for alone_until in (0.0, 1e18):
         pace = Pace(0.0, alone_until)
         out.zero_()
-        ops.calls.library.run_list(calls, 2, pace)
+        ops.calls.library.run_list(calls, 1, 2, pace)
         assert torch.equal(out, expected)
         assert (pace.alone > 0) == (alone_until > 0)

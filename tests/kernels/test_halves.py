@@ -127,4 +127,4 @@ def test_products_with_16_bit_weights_are_part_of_a_program(ops: CpuOps, dtype: 
         x.normal_()
         indices.random_(0, 48)
         expected = (weights[indices] + x) @ weights.T
-        torch.testing.assert_close(program.run((size,)), expected[:size], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(program.run((size,))[0], expected[:size], rtol=1e-5, atol=1e-4)

@@ -114,7 +114,7 @@ def chunk_logits(runner: ModelRunner, token_ids: list[int], ends: list[int], blo
     for start, end in zip([0, *ends], ends, strict=False):
         starts, counts = np.array([start], np.int32), np.array([end - start], np.int32)
         runner.execute(SchedulerOutput(end, rows, starts, counts, np.array([True]), new_rows))
-        logits = runner.model.logits(runner._hidden) if runner._logits is None else runner._logits
+        logits = runner.model.logits(runner._hidden) if runner._scores is None else runner._scores[0]
         found.append(logits[0].clone())
         new_rows = []
     return torch.stack(found)
