@@ -70,7 +70,7 @@ class Program:
         self._calls = (Call * len(largest))()
         for place, ((kernel, _), start) in enumerate(zip(largest, _starts(largest), strict=True)):
             self._calls[place] = Call(kernel, self._memory.ctypes.data + start)
-        self._sizes = most
+        self._sizes, self._of_sizes = most, self._results(most)
         self._numbers = [
             _Growth(kind, self._memory, images, _offsets(largest, kind), most)
             for kind in (ctypes.c_int64, ctypes.c_int32)
@@ -89,10 +89,16 @@ class Program:
             self._sizes = sizes
             for numbers in self._numbers:
                 numbers.fit(sizes)
+            self._of_sizes = self._results(sizes)
         wants_other = wants_other and self._other is not None
         count = len(self._calls) if wants_other else self._num_first
         self._library.run_list(self._calls, count, self._num_threads, self._paces[sizes[0].bit_length()])
-        return self._result[: sizes[-1]], self._other[: sizes[-1]] if wants_other else None
+        result, other = self._of_sizes
+        return result, other if wants_other else None
+
+    def _results(self, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The parts of them that work of these sizes makes."""
+        return self._result[: sizes[-1]], None if self._other is None else self._other[: sizes[-1]]
 
     def _recorded(self, calls: Calls, sizes: Sizes) -> tuple[Recording, int, torch.Tensor, torch.Tensor | None]:
         """Also how many calls the result takes without the other one."""

@@ -194,7 +194,8 @@ class ModelRunner:
     def _draw(self, rows: Int32s, positions: Int32s, mask: GrammarMask | None) -> Drawn:
         logits, largest = self._scores or (None, None)
         if largest is not None and mask is None:
-            return self._sampler.drawn(largest.clone())
+            # numpy's copy, of what the host has: torch takes longer for it than for all else here.
+            return self._sampler.drawn(torch.from_numpy(largest.numpy().copy()))
         with torch.inference_mode():
             if logits is None:
                 logits = self.model.logits(self._hidden[: len(rows)])
