@@ -120,8 +120,8 @@ void tile_rows(const uint8_t* tile, int first, const int8_t* x, int64_t x_stride
     const int8_t* const group = x + g * Group::bytes;
     if constexpr (HAS_PLANES && W == 16) {
       // The group's weights stay in registers, and a few rows' sums at a time run beside each other.
-      constexpr int SUMS = std::min(ROWS, Group::bits == 16 ? 2 : 4);
-#pragma GCC unroll 16
+      constexpr int SUMS = std::min(ROWS, 4);
+#pragma GCC unroll 8
       for (int first_row = 0; first_row < ROWS; first_row += SUMS) {
         const int8_t* const at = group + first_row * x_stride;
         typename S::I sums[SUMS] = {}, high[SUMS] = {};
@@ -182,7 +182,7 @@ inline int64_t quantised_scratch(const QuantisedArgs& a) {
 
 template <class Layout, class Group>
 void quantised_linear(const QuantisedArgs& a, Team& team) {
-  constexpr int BLOCK = NUM_REGISTERS == 32 ? 16 : 4;
+  constexpr int BLOCK = NUM_REGISTERS == 32 ? 8 : 4;
   const int64_t groups = a.size / Layout::group, num_tiles = (a.outputs + TILE - 1) / TILE;
   const int64_t tile_bytes = groups * Layout::group_bytes, x_stride = groups * Group::bytes;
   int8_t* const integers = (int8_t*)team.memory();
