@@ -119,7 +119,7 @@ struct Call {
 
 // What is known of a list that is run again and again; in seconds, of a clock that only goes forward. Declared there too.
 struct Pace {
-  double alone = 0;        // how long it takes on one thread, about; 0 before it is known
+  double alone = 0;        // how long it takes on one thread, about, or at most; 0 before anything is known
   double alone_until = 0;  // when several may try again
 };
 
@@ -142,5 +142,6 @@ inline void run_calls(const Call* calls, int64_t count, int threads, Pace* pace)
   if (!pace) return;
   const double end = seconds(), took = end - start;
   if (threads == 1) pace->alone = pace->alone > 0 ? 0.75 * pace->alone + 0.25 * took : took;
+  else if (!has_stalled && pace->alone == 0) pace->alone = threads * took;
   else if (has_stalled && took > pace->alone) pace->alone_until = end + PAUSE;
 }
