@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,15 +19,20 @@ from model_runner.step_program import StepProgram
 from protos.architectures import ARCHITECTURES
 from protos.config import EngineConfig, build
 from protos.place import Place
+from protos.step import GrammarMask
 from tests.model_runner.driver import Driver
 from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.test_tiny_greedy import FAMILIES, IN_GGUF
 from tests.model_runner.tiny import as_floats, chunk_logits, kept_weights, load_tiny, make_runner, save_tiny, tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
+    from model_runner.pending_step import PendingStep
     from model_runner.runner import ModelRunner
+    from protos.step import SchedulerOutput
+    from tests.model_runner.driver import Steps
 
 TOKENS = [(7 * i * i + 3) % 199 for i in range(100)]
 ENDS = [1, 7, 40, 41, 99]
@@ -125,11 +131,30 @@ def test_parts_that_cannot_be_one_product_are_several():
     torch.testing.assert_close(matrix.times(x, bias), x @ weights.T + bias, atol=1e-2, rtol=0)
 
 
-def outputs(path: Path, **options: Any) -> tuple[ModelRunner, list[list[int]]]:
+class OddTokens:
+    """A runner, every other of whose draws may only be of an odd token."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._num_draws = 0
+
+    def execute(self, step: SchedulerOutput) -> None:
+        self._num_draws = int(step.samples.sum())
+        self._runner.execute(step)
+
+    def sample(self, mask: GrammarMask | None = None) -> PendingStep:
+        index = np.arange(0, self._num_draws, 2, dtype=np.int32)
+        bits = np.full((len(index), -(-IN_VECTORS["vocab_size"] // 32)), 0xAAAAAAAA, np.uint32).view(np.int32)
+        return self._runner.sample(GrammarMask(index, bits) if len(index) else None)
+
+
+def outputs(
+    path: Path, wrap: Callable[[ModelRunner], Steps] = lambda runner: runner, **options: Any
+) -> tuple[ModelRunner, list[list[int]]]:
     """Of rows that end one after the other, so that batches of many sizes decode; prompts come in pieces, some of which
     do not draw, and the first step is one token's."""
     runner = load_tiny(path, dtype="auto", **options)
-    driver = Driver(runner, 64, 8)
+    driver = Driver(wrap(runner), 64, 8)
     first = driver.add([5], 20)
     driver.run([first], num_steps=1)
     generations = [first, *(driver.add([row, 9, 8, 7] * (1 + row % 3), 5 + 3 * row) for row in range(7))]
@@ -152,6 +177,9 @@ def test_steps_of_all_sizes_are_one_program_and_draw_the_same_tokens(
     alone, expected = outputs(path, graphs="off", num_threads=1)
     assert alone._graphs is None
     assert recorded == expected
+    masked = outputs(path, OddTokens)[1]
+    assert masked != recorded
+    assert masked == outputs(path, OddTokens, graphs="off", num_threads=1)[1]
 
 
 def test_a_model_of_which_torch_computes_a_part_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
