@@ -18,9 +18,10 @@ from model_runner.shard import all_of
 from model_runner.step_program import StepProgram
 from protos.architectures import ARCHITECTURES
 from protos.config import EngineConfig, build
+from protos.messages import Sampling
 from protos.place import Place
 from protos.step import GrammarMask
-from tests.model_runner.driver import Driver
+from tests.model_runner.driver import GREEDY, Driver
 from tests.model_runner.gguf_files import write_gguf
 from tests.model_runner.test_tiny_greedy import FAMILIES, IN_GGUF
 from tests.model_runner.tiny import as_floats, chunk_logits, kept_weights, load_tiny, make_runner, save_tiny, tensors
@@ -131,6 +132,14 @@ def test_parts_that_cannot_be_one_product_are_several():
     torch.testing.assert_close(matrix.times(x, bias), x @ weights.T + bias, atol=1e-2, rtol=0)
 
 
+def write_vectors(tmp_path: Path, architecture: str) -> Path:
+    """A model of sizes that the CPU kernels take."""
+    model = save_tiny(tmp_path, architecture, **FAMILIES[architecture] | UNTIED | IN_VECTORS)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, model, ARCHITECTURES[architecture].gguf_name, "Q8_0")
+    return path
+
+
 class OddTokens:
     """A runner, every other of whose draws may only be of an odd token."""
 
@@ -148,27 +157,43 @@ class OddTokens:
         return self._runner.sample(GrammarMask(index, bits) if len(index) else None)
 
 
+class Remembering:
+    """A runner, and all that it drew, with what that was when it was drawn."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.execute = runner.execute
+        self._runner = runner
+        self.drawn: list[tuple[PendingStep, list[int]]] = []
+
+    def sample(self, mask: GrammarMask | None = None) -> PendingStep:
+        pending = self._runner.sample(mask)
+        self.drawn.append((pending, pending.result().token_ids.tolist()))
+        return pending
+
+
 def outputs(
-    path: Path, wrap: Callable[[ModelRunner], Steps] = lambda runner: runner, **options: Any
-) -> tuple[ModelRunner, list[list[int]]]:
-    """Of rows that end one after the other, so that batches of many sizes decode; prompts come in pieces, some of which
-    do not draw, and the first step is one token's."""
+    path: Path,
+    wrap: Callable[[ModelRunner], Steps] = lambda runner: runner,
+    sampling: Sampling = GREEDY,
+    **options: Any,
+) -> tuple[ModelRunner, list[tuple[list[int], list[list[float]]]]]:
+    """Tokens, and their log-probabilities where they are told, of rows that end one after the other, so that batches of
+    many sizes decode; prompts come in pieces, some of which do not draw, and the first step is one token's."""
     runner = load_tiny(path, dtype="auto", **options)
     driver = Driver(wrap(runner), 64, 8)
-    first = driver.add([5], 20)
+    first = driver.add([5], 20, sampling)
     driver.run([first], num_steps=1)
-    generations = [first, *(driver.add([row, 9, 8, 7] * (1 + row % 3), 5 + 3 * row) for row in range(7))]
+    generations = [first, *(driver.add([row, 9, 8, 7] * (1 + row % 3), 5 + 3 * row, sampling) for row in range(7))]
     driver.run(generations, budget=9)
-    return runner, [generation.output for generation in generations]
+    told = [[each.logprobs.tolist() for each in generation.logprobs] for generation in generations]
+    return runner, [(generation.output, logprobs) for generation, logprobs in zip(generations, told, strict=True)]
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma2ForCausalLM", "Qwen3ForCausalLM"])
 def test_steps_of_all_sizes_are_one_program_and_draw_the_same_tokens(
     architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    model = save_tiny(tmp_path, architecture, **FAMILIES[architecture] | UNTIED | IN_VECTORS)
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, model, ARCHITECTURES[architecture].gguf_name, "Q8_0")
+    path = write_vectors(tmp_path, architecture)
     with caplog.at_level(logging.WARNING):
         runner, recorded = outputs(path)
     assert not caplog.records
@@ -180,6 +205,33 @@ def test_steps_of_all_sizes_are_one_program_and_draw_the_same_tokens(
     masked = outputs(path, OddTokens)[1]
     assert masked != recorded
     assert masked == outputs(path, OddTokens, graphs="off", num_threads=1)[1]
+
+
+def test_what_a_program_drew_holds_while_others_run(tmp_path: Path):
+    path = write_vectors(tmp_path, "LlamaForCausalLM")
+    remembering: list[Remembering] = []
+
+    def wrap(runner: ModelRunner) -> Remembering:
+        remembering.append(Remembering(runner))
+        return remembering[0]
+
+    outputs(path, wrap)
+    for pending, drawn in remembering[0].drawn:
+        assert pending.result().token_ids.tolist() == drawn
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=1.0, seed=5), Sampling(logprobs=2), Sampling(logit_bias={7: 90.0})],
+    ids=["temperature", "log-probabilities", "bias"],
+)
+def test_rows_that_ask_for_more_than_the_largest_logit_get_it_recorded_and_not(sampling: Sampling, tmp_path: Path):
+    path = write_vectors(tmp_path, "LlamaForCausalLM")
+    runner, recorded = outputs(path, sampling=sampling)
+    assert isinstance(runner._graphs, StepProgram)
+    assert runner._graphs._program is not None
+    assert recorded == outputs(path, sampling=sampling, graphs="off")[1]
+    assert recorded != outputs(path)[1]
 
 
 def test_a_model_of_which_torch_computes_a_part_is_not_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture):
