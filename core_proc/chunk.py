@@ -35,6 +35,7 @@ class StepBudget:
         self._kept = self._each if num_sharers > 1 else 0.0
 
     def copy(self) -> StepBudget:
+        """Once a step: the copy that is for all classes takes several times as long."""
         other = StepBudget(self.tokens, self._most)
         vars(other).update(vars(self))
         return other

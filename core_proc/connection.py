@@ -78,8 +78,8 @@ class Connection:
 
     def send(self, message: ToFrontEnd) -> None:
         """Never waits. Outputs, which are without end, are for who `has_room`."""
+        frame = codec.encode_frame(message)
         with self._order:
-            frame = codec.encode_frame(message)
             if not self._num_behind:
                 frame = frame[self._write_at_once(frame) :]
             if frame:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from gpu_executor import wire
 from gpu_executor.executor import WorkersDiedError
-from gpu_executor.uniproc import SingleWorker
+from gpu_executor.uniproc import LaunchedStep, Outcome, SingleWorker, sample_behind
 from protos.config import EngineConfig
 from protos.errors import AdapterError, StartupError
 from protos.place import Place
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gpu_executor.executor import PendingOutput
-    from protos.step import ModelRunnerOutput, SchedulerOutput
+    from protos.step import SchedulerOutput
 
 MakeWorker = Callable[[EngineConfig, tuple[int, ...], Place], SingleWorker]
 logger = logging.getLogger(__name__)
@@ -44,8 +44,8 @@ class StepLoop:
         self._worker = worker
         self._is_output = is_output
         self._send = send
-        self._step: SchedulerOutput | None = None
-        self._error: Exception | None = None
+        self._forward: tuple[int, Outcome[None]] | None = None
+        """The step last executed, and what came of it."""
         self._results: SimpleQueue[tuple[int, PendingOutput] | None] = SimpleQueue()
         self._sender: threading.Thread | None = None
         self._sending = threading.Lock()
@@ -105,21 +105,12 @@ class StepLoop:
             self._send(message)
 
     def _execute(self, step: SchedulerOutput) -> None:
-        self._step, self._error = step, None
-        try:
-            self._worker.execute(step)
-        except Exception as error:
-            self._error = error
+        self._forward = step.step_id, Outcome(lambda: self._worker.execute(step))
 
     def _sample(self, message: wire.Sample) -> None:
-        assert self._step is not None, "sample without execute"
-        step_id = self._step.step_id
-        try:
-            if self._error is not None:
-                raise self._error
-            pending: PendingOutput = self._worker.sample(message.mask)
-        except Exception as error:
-            pending = _Failure(error)
+        assert self._forward is not None, "sample without execute"
+        step_id, forward = self._forward
+        pending = LaunchedStep(Outcome(lambda: sample_behind(forward, self._worker, message.mask)))
         if self._sender is None:
             self._send_result(step_id, pending)
         else:
@@ -150,16 +141,6 @@ def _die(error: WorkersDiedError) -> NoReturn:
     logger.error("%s", error)
     logging.shutdown()
     os._exit(1)
-
-
-class _Failure:
-    """What came of a step that raised before there was a result to wait for."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def result(self) -> ModelRunnerOutput:
-        raise self._error
 
 
 def serve(

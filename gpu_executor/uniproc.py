@@ -60,6 +60,14 @@ class Outcome(Generic[T]):
         return self._value
 
 
+def sample_behind(
+    forward: Future[None] | Outcome[None], worker: SingleWorker, mask: GrammarMask | None
+) -> PendingOutput:
+    """Draws the tokens of the step that was executed, or raises what that raised."""
+    forward.result()
+    return worker.sample(mask)
+
+
 class LaunchedStep:
     """A step that the worker has been given, and may not have got to yet."""
 
@@ -95,12 +103,7 @@ class UniprocExecutor:
     def sample(self, mask: GrammarMask | None = None) -> LaunchedStep:
         forward, self._forward = self._forward, None
         assert forward is not None, "sample without execute"
-
-        def run() -> PendingOutput:
-            forward.result()
-            return self._worker.sample(mask)
-
-        return LaunchedStep(self._submit(run))
+        return LaunchedStep(self._submit(lambda: sample_behind(forward, self._worker, mask)))
 
     def _submit(self, run: Callable[[], T]) -> Future[T] | Outcome[T]:
         return Outcome(run) if self._thread is None else self._thread.submit(run)

@@ -15,7 +15,7 @@ from kernels.reference import ReferenceOps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernels.cpu_program import Program, Sizes
+    from kernels.cpu_program import Program, Record, Sizes, Then
     from kernels.halves import HalvesMatrix
     from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
@@ -286,12 +286,7 @@ class CpuOps(ReferenceOps):
         self._rows(*pointers, count, size * cell, table.stride(0) * cell)
         return out
 
-    def program(
-        self,
-        record: Callable[[Sizes], torch.Tensor],
-        most: Sizes,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> Program:
+    def program(self, record: Record, most: Sizes, then: Then | None = None) -> Program:
         from kernels.cpu_program import Program
 
         return Program(self.calls, record, most, then)

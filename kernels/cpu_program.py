@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
     from kernels.cpu_library import Calls
 
+    Record = Callable[["Sizes"], torch.Tensor]
+    Then = Callable[[torch.Tensor], torch.Tensor]
     Recording = list[tuple[int, ctypes.Structure]]
     Numbers = npt.NDArray[np.signedinteger[Any]]
 
@@ -44,13 +46,7 @@ _EMPTY = {
 class Program:
     """What `record` calls for, and `then`. One thread runs it, and results hold until it runs again."""
 
-    def __init__(
-        self,
-        calls: Calls,
-        record: Callable[[Sizes], torch.Tensor],
-        most: Sizes,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> None:
+    def __init__(self, calls: Calls, record: Record, most: Sizes, then: Then | None = None) -> None:
         """`record` is called for several sizes up to `most`, each at least 3, and tells the result: one row for each of
         the last size; `then` makes another of that. The tensors they read must stay where they are.
 
@@ -90,7 +86,6 @@ class Program:
             for numbers in self._numbers:
                 numbers.fit(sizes)
             self._of_sizes = self._results(sizes)
-        wants_other = wants_other and self._other is not None
         count = len(self._calls) if wants_other else self._num_first
         self._library.run_list(self._calls, count, self._num_threads, self._paces[sizes[0].bit_length()])
         result, other = self._of_sizes

@@ -16,7 +16,7 @@ from kernels.reference_step import ReferenceStepOps
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from kernels.cpu_program import Program, Sizes
+    from kernels.cpu_program import Program, Record, Sizes, Then
     from kernels.halves import HalvesMatrix
     from kernels.low_rank import LowRank, Tokens
     from kernels.quantised import QuantisedMatrix
@@ -222,12 +222,7 @@ class ReferenceOps(ReferenceSamplingOps, ReferenceStepOps):
         """Memory for a result of operations on integers that are kept, on a CPU."""
         return torch.empty(shape, dtype=dtype)
 
-    def program(
-        self,
-        record: Callable[[Sizes], torch.Tensor],
-        most: Sizes,
-        then: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ) -> Program:
+    def program(self, record: Record, most: Sizes, then: Then | None = None) -> Program:
         """What `record` calls these for, as one list for all sizes up to `most`, where operations keep integers; and
         `then` of its result, where that is wanted too."""
         raise NotImplementedError

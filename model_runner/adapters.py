@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from protos.errors import AdapterError
 from protos.tensor_names import bare_name
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from kernels.low_rank import Tokens
@@ -71,13 +74,20 @@ class Adapters:
         for added in self._all():
             added.slots.pop(slot, None)
 
-    def begin(self, slots: Int32s, counts: Int32s) -> None:
-        """Of a step's rows the slots, 0 for none, and how many tokens each has. They count until `end`.
+    @contextmanager
+    def of_rows(self, slots: Int32s, counts: Int32s) -> Iterator[None]:
+        """Within it the model computes a step whose rows have these slots, 0 for none, and so many tokens each.
 
-        Raises RuntimeError for one that is not loaded.
+        Raises RuntimeError for a slot that is not loaded.
         """
-        if not slots.any():
-            return
+        try:
+            if slots.any():
+                self._group(slots, counts)
+            yield
+        finally:
+            self._groups.clear()
+
+    def _group(self, slots: Int32s, counts: Int32s) -> None:
         if missing := set(slots.tolist()) - self._loaded - {0}:
             raise RuntimeError(f"no adapter is in slot {min(missing)}")
         of_tokens = np.repeat(slots, counts)
@@ -89,9 +99,6 @@ class Adapters:
                 least, most = int(order[first]), int(order[end - 1])
                 are_neighbours = most - least == end - 1 - first
                 self._groups.append((slot, slice(least, most + 1) if are_neighbours else on_device[first:end]))
-
-    def end(self) -> None:
-        self._groups.clear()
 
     def _all(self) -> set[Added]:
         return {target.linear.added for target in self._targets.values() if target.linear is not None}

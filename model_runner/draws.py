@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from model_runner.features import EDITS
+from model_runner.features import EDITS, used_by_any
 
 if TYPE_CHECKING:
     from model_runner.input_batch import InputBatch
@@ -25,7 +25,7 @@ class Draws:
         self.mask = mask if mask is not None and len(mask.index) else None
         self.uses: npt.NDArray[np.uint16] = batch.uses[rows]
         """Bits of features.py, by place."""
-        self.used = int(np.bitwise_or.reduce(self.uses))
+        self.used = used_by_any(self.uses)
         """What any of them uses."""
 
     def __len__(self) -> int:

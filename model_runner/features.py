@@ -53,6 +53,11 @@ def features(sampling: Sampling, adapter: int = 0) -> int:
     )
 
 
+def used_by_any(uses: npt.NDArray[np.uint16]) -> int:
+    """The bits of any of these rows."""
+    return int(np.bitwise_or.reduce(uses))
+
+
 @dataclass(frozen=True, slots=True)
 class TokenLists:
     """One row's lists of token ids, as arrays."""

@@ -71,9 +71,9 @@ class ForwardBuffers:
             seq_lens=zeros(rows),
             block_tables=zeros(rows, batch.block_table.shape[1]),
         )
-        self._given = [policy.mirror(np.zeros(size, np.int32)) for size in (rows, rows, rows + 1)]
+        self._columns: list[Int32s] = [np.zeros(size, np.int32) for size in (rows, rows, rows + 1)]
         """Of a step in its place: rows, where they start, and where their tokens do."""
-        self._columns: list[Int32s] = [tensor.numpy() for tensor in self._given] if policy.shares_memory else []
+        self._given: list[torch.Tensor] = [policy.mirror(column) for column in self._columns]
         self._every_token = torch.arange(rows, device=policy.device)
         self._drawing = np.zeros(draws, np.int64)
         self._output_tokens: torch.Tensor = policy.mirror(self._drawing)

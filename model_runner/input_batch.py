@@ -110,10 +110,6 @@ class InputBatch:
             on_device = self._policy.tensor(np.stack([in_order, places, blocks]))
             self.block_table[on_device[0].long(), on_device[1].long()] = on_device[2].int()
 
-    def used(self, rows: Int32s) -> int:
-        """What any of these rows uses: bits of features.py."""
-        return int(np.bitwise_or.reduce(self.uses[rows]))
-
     def prompt_spans(self, step: SchedulerOutput) -> PromptSpans | None:
         """The prompt tokens whose log-probabilities the step tells, if there are any."""
         asking = (self.uses[step.rows] & PROMPT_LOGPROBS) != 0

@@ -8,7 +8,7 @@ import torch
 
 from model_runner.adapters import Adapters
 from model_runner.draws import Draws
-from model_runner.features import ADAPTER, MORE_THAN_LARGEST, PROMPT_LOGPROBS
+from model_runner.features import ADAPTER, MORE_THAN_LARGEST, PROMPT_LOGPROBS, used_by_any
 from model_runner.forward_batch import ForwardBuffers
 from model_runner.graphs import Graphs
 from model_runner.input_batch import InputBatch
@@ -147,7 +147,7 @@ class ModelRunner:
         try:
             self._batch.apply(step)
             self._link.check(before)
-            used = self._batch.used(step.rows)
+            used = used_by_any(self._batch.uses[step.rows])
             self._spans = self._batch.prompt_spans(step) if used & PROMPT_LOGPROBS else None
             is_special = self._spans is not None or used & ADAPTER != 0
             wants_largest = not used & MORE_THAN_LARGEST
@@ -162,11 +162,8 @@ class ModelRunner:
         """Operation by operation: hidden states behind the stage, of the tokens that are told or draw."""
         batch = self._buffers.fill(step, self._kv_caches, self._spans)
         batch.hidden = before
-        self._adapters.begin(self._batch.adapter[step.rows], step.counts)
-        try:
+        with self._adapters.of_rows(self._batch.adapter[step.rows], step.counts):
             return self.model.forward(batch)
-        finally:
-            self._adapters.end()
 
     def load_adapter(self, slot: int, adapter: Adapter) -> None:
         """For rows that name the slot from the next step on. Raises AdapterError; then the slot is empty."""

@@ -32,6 +32,7 @@ class MoE:
         self.router = Linear(hidden, [all_of(experts)], False, policy, least_bits=16)
         self.gate_up = Experts(experts, hidden, [inner, inner], policy)
         self.down = Experts(experts, inner, [hidden], policy)
+        # On the host, for the reason that rotary.py has.
         self._expert_ids = torch.arange(experts).to(policy.device)
         self._gated = gated_activation(spec.hidden_act, policy.ops)
 

@@ -114,4 +114,4 @@ def _step(ops: Ops, device: torch.device) -> list[torch.Tensor]:
     ops.step_tensors(token_table, block_table, rows, positions, starts, int(counts.sum()), BLOCK_SIZE, room)
     # What is behind a row's last key is nobody's.
     used = (-(-(positions + counts) // BLOCK_SIZE)).tolist()
-    return [token_table, *room[:5], *(table[:size] for table, size in zip(room.block_tables, used, strict=False))]
+    return [token_table, *room[:5], *(table[:size] for table, size in zip(room.block_tables[:4], used, strict=True))]
