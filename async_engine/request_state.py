@@ -34,6 +34,9 @@ class RequestState:
         self.adapter = ""
         """Name of what computes it with the model; known when it is checked."""
         self.sink = sink
+        self.output_text: list[str] | None = None
+        """The text that went out. It and the prompt's are kept only when they are to be logged; told before its
+        sequences are rendered."""
         self.sequences = [SequenceState(handle, self, sink.sequence(index)) for index, handle in enumerate(handles)]
         self.arrival_time = time.monotonic()
         self.first_token_time = 0.0
@@ -60,8 +63,6 @@ class RequestState:
         self.queued_tokens = 0
         """Prompt and resumed tokens, while it waits to be admitted for the first time."""
         self.prompt_text = ""
-        self.output_text: list[str] | None = None
-        """The text that went out. It and the prompt's are kept only when they are to be logged."""
         self._finished: list[Finished] = []
 
     def __repr__(self) -> str:
@@ -148,9 +149,9 @@ class SequenceState:
     """
 
     __slots__ = (
-        "_cumulative", "_detokenizer", "_held", "_include_match", "_logprobs", "_matcher", "_min_tokens", "_parser",
-        "_released", "_sink", "_skip_bytes", "_text_end", "_wants_text", "_width", "finish", "handle", "new_token_ids",
-        "output_tokens", "request",
+        "_cumulative", "_detokenizer", "_held", "_include_match", "_is_plain", "_logprobs", "_matcher", "_min_tokens",
+        "_parser", "_released", "_sink", "_skip_bytes", "_text_end", "_wants_text", "_width", "finish", "handle",
+        "new_token_ids", "output_tokens", "request",
     )  # fmt: skip
 
     def __init__(self, handle: int, request: RequestState, sink: SequenceSink) -> None:
@@ -169,6 +170,8 @@ class SequenceState:
         self._skip_bytes = 0
         """UTF-8 length of what the caller of a resumed request has already and is still to come up again."""
         self._cumulative = 0.0
+        self._is_plain = False
+        """What a token brings is sent as it is: nothing is looked for in its text, kept, or told beside it."""
         self.render(Rendering())
 
     def __repr__(self) -> str:
@@ -184,6 +187,8 @@ class SequenceState:
         self._wants_text = rendering.wants_text
         self._width = rendering.logprobs_width
         self._logprobs = None if self._width is None else Logprobs(self._width)
+        more = self._matcher, self._parser, self._logprobs, self.request.output_text
+        self._is_plain = (self._wants_text or self._detokenizer is None) and all(part is None for part in more)
 
     def resume(self, token_ids: list[int], text_bytes: int | None) -> SequenceFinish | None:
         """Takes in output made earlier without sending it again; tells if a stop string had ended it already.
@@ -209,6 +214,7 @@ class SequenceState:
                 break
         if text_bytes is None:
             self._skip_bytes = 0
+        self._is_plain = self._is_plain and not self._skip_bytes
         return finish
 
     def finish_resumed(self, finish: SequenceFinish) -> None:
@@ -228,6 +234,9 @@ class SequenceState:
         to end now."""
         self.new_token_ids.append(token_id)
         self.output_tokens += 1
+        if self._is_plain:
+            self._sink.tokens([token_id], "" if self._detokenizer is None else self._detokenizer.push((token_id,)))
+            return False
         if self._logprobs is not None and table is not None:
             table.append_to(self._logprobs, place)
         if self._detokenizer is None:

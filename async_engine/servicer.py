@@ -27,15 +27,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
+        self._plain = to_proto.PlainDelta()
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> None:
         async with self._open(request.spec, context) as (stream, answer):
-            writer = to_proto.StreamWriter(answer)
+            writer = to_proto.StreamWriter(answer, self._plain)
             while not stream.ended:
-                event = stream.take()
-                if event is None:
+                if stream.is_drained:
                     await stream.ready()
-                else:
+                event = stream.take()
+                if event is not None:
                     await context.write(writer.message(event, stream.take_delta))
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:

@@ -23,8 +23,13 @@ class RequestStream:
     tokens into each delta after the first. With `progress_interval` (seconds) and `poll_progress` a
     Progress comes whenever there was nothing else for so long.
 
-    Readers iterate, or, where every token counts, alternate `take` and `await ready()`.
+    Readers iterate, or, where every token counts, `take`, and `await ready()` before that while it `is_drained`.
     """
+
+    __slots__ = (
+        "_error", "_lone", "_loop", "_progress", "_progress_interval", "_prompt_logprobs", "_prompt_offset",
+        "_sequences", "_started", "_summary", "_told_started", "_waiter", "ended", "is_drained", "poll_progress",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -43,8 +48,12 @@ class RequestStream:
         self._summary: Summary | None = None
         self._progress: Progress | None = None
         self._error: TailraceError | None = None
+        self._lone: SequenceBuffer | None = None
+        """The only sequence, where nothing is there but what it brings."""
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self.is_drained = False
+        """Nothing was put in since all was taken."""
         self.ended = False
         """The summary was taken: nothing more comes."""
 
@@ -62,24 +71,29 @@ class RequestStream:
 
     def started(self, cached_tokens: int) -> None:
         self._started = Started(cached_tokens)
-        self._wake()
+        self._wake_for_other()
 
     def prompt_logprobs(self, offset: int, logprobs: Logprobs) -> None:
         if self._prompt_logprobs is None:
             self._prompt_offset, self._prompt_logprobs = offset, logprobs
         else:
             self._prompt_logprobs.extend(logprobs)
-        self._wake()
+        self._wake_for_other()
 
     def summary(self, summary: Summary) -> None:
         self._summary = summary
-        self._wake()
+        self._wake_for_other()
 
     def failed(self, error: TailraceError) -> None:
         self._error = error
+        self._wake_for_other()
+
+    def _wake_for_other(self) -> None:
+        self._lone = None
         self._wake()
 
     def _wake(self) -> None:
+        self.is_drained = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -91,20 +105,32 @@ class RequestStream:
     async def __anext__(self) -> Event:
         """The next event; StopAsyncIteration after the summary. Raises what the request failed with."""
         while not self.ended:
+            if self.is_drained:
+                await self.ready()
             event = self.take()
             if event is not None:
                 return event
-            await self.ready()
         raise StopAsyncIteration
 
     def take(self) -> Event | None:
         """The next event if it is there. Raises what the request failed with."""
+        lone = self._lone
+        if lone is None:
+            return self._take_any()
+        delta = lone.take()
+        # Where it has tokens alone it has all of them: to look again would cost as much.
+        self.is_drained = delta is None or (delta.finish is None and delta.extra is None)
+        return delta
+
+    def _take_any(self) -> Event | None:
+        self.is_drained = False
         if self._error is not None:
             raise self._error
         if not self._told_started:
             # Nothing comes before `started`, not even the end of a request that ended in the queue.
             is_ending = any(sequence.is_finishing for sequence in self._sequences)
             if self._started is None and self._progress is None and not is_ending:
+                self.is_drained = True
                 return None
             self._told_started = True
             return self._started or Started(None)
@@ -116,6 +142,8 @@ class RequestStream:
         if self._summary is not None:
             self.ended = True
             return self._summary
+        self.is_drained = True
+        self._lone = self._sequences[0] if len(self._sequences) == 1 else None
         progress, self._progress = self._progress, None
         return progress
 
@@ -136,7 +164,7 @@ class RequestStream:
         return event
 
     def ready(self) -> Awaitable[None]:
-        """To be awaited when `take` had nothing: until it may have something."""
+        """To be awaited when all was taken: until there may be something."""
         self._waiter = self._loop.create_future()
         return self._waiter if self._progress_interval is None else self._ready_or_progress(self._waiter)
 
@@ -144,3 +172,4 @@ class RequestStream:
         await asyncio.wait([waiter], timeout=self._progress_interval)
         if not waiter.done() and self.poll_progress is not None:
             self._progress = await self.poll_progress()
+            self._lone = None

@@ -31,15 +31,30 @@ class Answer(msgspec.Struct, frozen=True):
     on_attach: bool = False
 
 
-class StreamWriter:
-    """Messages of one stream. Each is valid until the next: plain deltas are all written into the same one."""
+class PlainDelta:
+    """The message of a delta of one sequence's ids and text: one for all streams of a loop, valid until the next, so
+    that whoever fills it finds it in the processor's cache."""
 
-    def __init__(self, answer: Answer) -> None:
+    LIFETIME = 256
+    """Deltas before another takes its place: a message keeps the memory of all texts that it had."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        self.num_left = self.LIFETIME
+        self.response = pb.GenerateStreamResponse()
+        self.sequence = self.response.delta.sequences.add()
+
+
+class StreamWriter:
+    """Messages of one stream. Each must be written before the next is made, be it another stream's."""
+
+    def __init__(self, answer: Answer, plain: PlainDelta) -> None:
         self._answer = answer
+        self._plain = plain
         self._wants_token_ids = wants_token_ids(answer.spec)
         self._is_several = answer.accepted.params.n > 1
-        self._response = pb.GenerateStreamResponse()
-        self._sequence = self._response.delta.sequences.add()
 
     def message(self, event: Event, take_more: Callable[[], Delta | None]) -> pb.GenerateStreamResponse:
         """`take_more` has the deltas of other sequences, which go into the same message."""
@@ -51,12 +66,15 @@ class StreamWriter:
                     fill_delta(response.delta, delta, self._answer)
                     size += delta.num_bytes
             return response
-        sequence = self._sequence
+        plain = self._plain
+        if not plain.num_left:
+            plain.renew()
+        plain.num_left -= 1
+        sequence = plain.sequence
         sequence.offset = event.offset
         sequence.text = event.text
-        if self._wants_token_ids:
-            sequence.token_ids[:] = event.token_ids
-        return self._response
+        sequence.token_ids[:] = event.token_ids if self._wants_token_ids else ()
+        return plain.response
 
 
 def from_event(event: Event, answer: Answer) -> pb.GenerateStreamResponse:

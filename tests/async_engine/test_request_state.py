@@ -120,6 +120,9 @@ def test_without_text_only_ids_go_out_and_stop_strings_still_end_it():
     state, sink = make_state(["b"], wants_text=False)
     push_all(state, b"aab")
     assert (bytes(sink.token_ids), sink.text) == (b"aa", "")
+    state, sink = make_state(wants_text=False)
+    push_all(state, b"aab")
+    assert (bytes(sink.token_ids), sink.text) == (b"aab", "")
 
 
 @pytest.mark.parametrize("include_match", [False, True])

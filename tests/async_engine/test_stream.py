@@ -253,5 +253,134 @@ def test_tokens_of_which_nothing_is_wanted_are_only_counted():
     assert asyncio.run(main()).finish == FINISH
 
 
+def test_all_is_taken_with_a_delta_of_tokens_alone_and_not_before():
+    async def main():
+        stream = RequestStream()
+        found = []
+
+        def take():
+            event = stream.take()
+            found.append((type(event), stream.is_drained))
+
+        take()
+        stream.started(0)
+        take()  # Started: tokens may have come meanwhile
+        take()
+        stream.sequence(0).tokens([1], "a")
+        assert not stream.is_drained
+        take()
+        stream.sequence(0).tokens([2], "b", Extra(make_logprobs([2])))
+        take()  # of log-probabilities there may be more than a message holds
+        take()
+        stream.sequence(0).tokens([3], "c")
+        stream.sequence(0).finish(FINISH)
+        stream.summary(SUMMARY)
+        take()
+        take()
+        return found
+
+    assert asyncio.run(main()) == [
+        (type(None), True),
+        (Started, False),
+        (type(None), True),
+        (Delta, True),
+        (Delta, False),
+        (type(None), True),
+        (Delta, False),
+        (Summary, False),
+    ]
+
+
+def test_readers_wait_only_where_there_is_nothing_and_take_once_for_a_token():
+    async def main():
+        stream = RequestStream()
+        calls = {"take": 0, "ready": 0}
+
+        async def read():
+            while not stream.ended:
+                if stream.is_drained:
+                    calls["ready"] += 1
+                    await stream.ready()
+                calls["take"] += 1
+                stream.take()
+
+        stream.started(0)
+        reader = asyncio.create_task(read())
+        await let_readers_run()
+        before = dict(calls)
+        for token_id in range(10):
+            stream.sequence(0).tokens([token_id], "x")
+            await let_readers_run()
+        counted = {name: calls[name] - before[name] for name in calls}
+        stream.sequence(0).finish(FINISH)
+        stream.summary(SUMMARY)
+        await reader
+        return counted
+
+    assert asyncio.run(main()) == {"take": 10, "ready": 10}
+
+
+def test_log_probabilities_of_the_prompt_are_told_whenever_they_come():
+    async def main():
+        stream = RequestStream()
+        stream.started(0)
+        assert [stream.take(), stream.take()] == [Started(0), None]
+        stream.prompt_logprobs(1, make_logprobs([1]))
+        stream.sequence(0).tokens([1], "x")
+        return [stream.take(), stream.take()]
+
+    prompt, delta = asyncio.run(main())
+    assert (prompt.offset, len(prompt.logprobs)) == (1, 1)
+    assert delta == Delta(0, [1], "x")
+
+
+def test_of_several_sequences_each_is_looked_at_after_a_wait_too():
+    async def main():
+        stream = RequestStream(num_sequences=2)
+        stream.started(0)
+        assert [stream.take(), stream.take()] == [Started(0), None]
+        stream.sequence(1).tokens([1], "x")
+        stream.sequence(0).tokens([2], "y")
+        return [stream.take(), stream.take(), stream.take(), stream.is_drained]
+
+    assert asyncio.run(main()) == [Delta(0, [2], "y"), Delta(0, [1], "x", None, 1), None, True]
+
+
+def test_a_failure_between_tokens_is_raised_before_what_came_with_it():
+    async def main():
+        stream = RequestStream()
+        stream.started(0)
+        stream.take()
+        stream.take()
+        stream.sequence(0).tokens([1], "a")
+        stream.failed(DeadlineError("too late"))
+        with pytest.raises(DeadlineError, match="too late"):
+            stream.take()
+
+    asyncio.run(main())
+
+
+def test_progress_is_told_between_tokens_too():
+    async def main():
+        async def poll():
+            return Progress(queue_position=0, prefilled_tokens=3)
+
+        stream = RequestStream(progress_interval=0.001)
+        stream.poll_progress = poll
+        stream.started(4)
+        stream.sequence(0).tokens([9], "t")
+        events = [await anext(stream) for _ in range(4)]
+        stream.sequence(0).tokens([8], "u")
+        return [*events, await anext(stream)]
+
+    assert asyncio.run(main()) == [
+        Started(4),
+        Delta(0, [9], "t"),
+        Progress(0, 3),
+        Progress(0, 3),
+        Delta(1, [8], "u"),
+    ]
+
+
 def test_candidates_of_a_row_are_its_own():
     assert make_logprobs([1, 2, 3], width=2).candidates(1) == {20: 0, 21: -1}

@@ -210,17 +210,21 @@ def test_one_log_line_per_request_without_its_text_unless_asked(caplog, with_tex
     async def main():
         server = {"log_prompts": with_text}
         async with serving(server=server) as (llm, stub, _):
-            await stub.Generate(pb.GenerateRequest(spec=stream_request("secret words", 3, request_id="r1").spec))
+            spec = stream_request("secret words", 3, request_id="r1").spec
+            response = await stub.Generate(pb.GenerateRequest(spec=spec))
             await until(lambda: llm.num_live == 0)
+            return response.output.sequences[0].text
 
     with caplog.at_level(logging.INFO, logger="tailrace.request"):
-        run(main)
+        text = run(main)
     (record,) = [record for record in caplog.records if record.name == "tailrace.request"]
     line = JsonFormatter().format(record)
     fields = json.loads(line)
     assert (fields["request_id"], fields["finish"], fields["output_tokens"]) == ("r1", "max_tokens", 3)
     assert (fields["level"], fields["logger"]) == ("INFO", "tailrace.request")
     assert ("secret words" in line) is with_text
+    assert fields.get("output") == (text if with_text else None)
+    assert text
     assert record.getMessage().startswith("request_id=r1 finish=max_tokens prompt_tokens=13 ")
     assert ('prompt="<|bos|>secret words"' in record.getMessage()) is with_text
 
