@@ -36,7 +36,7 @@ void score_kernel(const float* query, int head_dim, const T* const* keys, int ke
     for (int v = 0; v < VECTORS; v++) key[v] = S::load(keys[v] + (int64_t)d * key_stride);
     if (ahead)
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) __builtin_prefetch(ahead[v] + (int64_t)d * key_stride);
+      for (int v = 0; v < VECTORS; v++) fetch(ahead[v] + (int64_t)d * key_stride);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
 #pragma GCC unroll 8
@@ -65,7 +65,7 @@ void value_kernel(const float* weights, int weight_stride, const T* const* block
     const int64_t ahead = blocks[std::min(block + BLOCKS_AHEAD, (end - 1) / block_size)] - blocks[block];
     for (; j < stop; j++, value += head_dim) {
 #pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) __builtin_prefetch(value + ahead + v * W);
+      for (int v = 0; v < VECTORS; v++) fetch(value + ahead + v * W);
       typename S::F vector[VECTORS];
 #pragma GCC unroll 8
       for (int v = 0; v < VECTORS; v++) vector[v] = S::load(value + v * W);

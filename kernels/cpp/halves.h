@@ -81,7 +81,7 @@ void multiply(const Weight* weights, int64_t tile_stride, const float* x, int64_
 #pragma GCC unroll 16
     for (int v = 0; v < VECTORS; v++) {
       const Weight* const at = tiles[v * WIDTH / TILE] + k * TILE + v * WIDTH % TILE;
-      if constexpr (sizeof(Weight) == 2) __builtin_prefetch((const char*)at + AHEAD);
+      if constexpr (sizeof(Weight) == 2) fetch((const char*)at + AHEAD);
       w[v] = S::load(at);
     }
 #pragma GCC unroll 12

@@ -106,7 +106,7 @@ void tile_rows(const uint8_t* tile, int first, const int8_t* x, int64_t x_stride
   for (int64_t g = 0; g < groups; g++, tile += Layout::group_bytes) {
     typename Q::V weights[QUADS];
 #pragma GCC unroll 16
-    for (int i = 0; i < Layout::group_bytes; i += 64) __builtin_prefetch(tile + AHEAD + i);
+    for (int i = 0; i < Layout::group_bytes; i += 64) fetch(tile + AHEAD + i);
     unpack<W, Layout>(tile, first, weights);
     const Scale* scales = (const Scale*)(tile + Layout::integer_bytes) + first;
     const auto scale = S::load(scales);

@@ -119,7 +119,7 @@ class ChunkProduct {
     const uint8_t* from = a_.tiles + (tile * num_groups_ + first) * Layout::group_bytes;
     for (int g = 0; g < count; g++, from += Layout::group_bytes) {
 #pragma GCC unroll 16
-      for (int i = 0; i < Layout::group_bytes; i += 64) __builtin_prefetch(from + AHEAD + i);
+      for (int i = 0; i < Layout::group_bytes; i += 64) fetch(from + AHEAD + i);
       if constexpr (Group::are_floats) unpack_floats(from, Layout::group / 8, weights_[g][t]);
       else memcpy(weights_[g][t], from, Layout::integer_bytes);
       const auto* scales = (const typename Layout::Scale*)(from + Layout::integer_bytes);
