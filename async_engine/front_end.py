@@ -20,7 +20,8 @@ from async_engine.commands import set_up_log
 from async_engine.front_end_link import FrontEndLink, LinkLostError
 from async_engine.front_end_report import FrontEndReport
 from async_engine.metrics import Metrics, samples
-from async_engine.server import Server, quiet_gc
+from async_engine.own_process import settle
+from async_engine.server import Server
 from protos.child_process import die_with_parent
 from protos.front_ends import Begin, Cancel, Drain, GetReport, ListLive, Pause, Scrape
 
@@ -94,7 +95,7 @@ class FrontEnd:
         await self._server.listen()
         await self._server.start(self._llm)
         self._watch = asyncio.create_task(self._watch_engine())
-        quiet_gc()
+        settle()
 
     async def _cancel_elsewhere(self, request_id: str, caller: str) -> bool:
         try:

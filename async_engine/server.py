@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import secrets
@@ -26,6 +25,7 @@ from async_engine.health import HealthServicer
 from async_engine.load_report import LoadReportInterceptor
 from async_engine.metrics import MergedRegistry, Metrics, MetricsServer, Totals
 from async_engine.model_servicer import ModelServicer
+from async_engine.own_process import settle
 from async_engine.profiler import Profiler
 from async_engine.request_log import RequestLog
 from async_engine.served_model import digest_model
@@ -234,17 +234,6 @@ def wants_tracing(options: ServerOptions) -> bool:
     return bool(options.otlp_endpoint) or any(map(os.environ.get, OTLP_VARIABLES))
 
 
-def quiet_gc() -> None:
-    """Takes what is here now out of the collector's sight, and lets it look less often.
-
-    By default it runs every 700 objects, that is every few dozen tokens, and each full run visits everything
-    that was ever imported: an eighth of the CPU of a stream.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(10_000, 20, 50)
-
-
 def _for_each(config: ServeConfig) -> ServeConfig:
     """What is for all front ends together, in parts."""
     admission = config.admission
@@ -347,7 +336,7 @@ async def serve(
         except BaseException:
             await server.stop(drain_seconds=0)
             raise
-        quiet_gc()
+        settle()
         on_ready(llm, server)
         return await _until_signal(llm, server, config.server.drain_timeout, interrupted, signals)
 

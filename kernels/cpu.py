@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.cpu_library import Calls, Library, load_library, variants
+from kernels.cpu_sampling import CpuSampling
 from kernels.pool import Pool
 from kernels.reference import ReferenceOps
 
@@ -42,13 +43,14 @@ def make_cpu_ops(block_size: int, num_threads: int) -> ReferenceOps:
     return ReferenceOps()
 
 
-class CpuOps(ReferenceOps):
+class CpuOps(CpuSampling):
     """Each operation adds up a row in one fixed order: its result does not depend on the rows beside it."""
 
     keeps_integers = True
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self.calls = calls = Calls(library, num_threads)
+        super().__init__(calls)
         self._pool = Pool()
         self._attention = calls.kernel("attention")
         self._write_kv = calls.kernel("write_kv")
@@ -62,7 +64,6 @@ class CpuOps(ReferenceOps):
         self._add = calls.kernel("add")
         self._scale = calls.kernel("scale")
         self._add_low_rank = calls.kernel("add_low_rank")
-        self._argmax = calls.kernel("argmax")
         self._rows = calls.kernel("rows")
         self._quantised_linear = calls.kernel("quantised_linear")
         self._quantised_rows = calls.kernel("quantised_rows")
@@ -358,18 +359,6 @@ class CpuOps(ReferenceOps):
             width,
             block_size,
         )
-
-    def argmax(self, logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
-        assert logits.is_contiguous()
-        assert logits.dtype == torch.float32
-        count, size = logits.shape
-        if rows is not None:
-            assert rows.is_contiguous()
-            assert rows.dtype == torch.int64
-            count = len(rows)
-        out = torch.empty(count, dtype=torch.int32)
-        self._argmax(logits.data_ptr(), None if rows is None else rows.data_ptr(), out.data_ptr(), count, size)
-        return out
 
     def _gate(self, activation: int, x: torch.Tensor) -> torch.Tensor:
         assert x.is_contiguous()

@@ -2,7 +2,8 @@
 
     python -m async_engine.bench.bare STAMPS_FILE STEP_MS
 
-Loop, environment, channel options, garbage collection and messages are the server's. Each handler waits for the tick
+Loop, environment, channel options, garbage collection and messages are the server's; grpc's poller is as grpc has
+it. Each handler waits for the tick
 of a step and writes a message that all share; there is no core, no request and no text.
 """
 
@@ -19,7 +20,7 @@ import uvloop
 
 from async_engine.bench.stamps import StampWriter
 from async_engine.endpoint import channel_options
-from async_engine.server import quiet_gc
+from async_engine.own_process import quiet_gc
 from protos.child_process import die_with_parent
 from protos.server_config import ServerOptions
 from protos.tailrace.v1 import generation_pb2 as pb

@@ -6,6 +6,7 @@
 
 #include "amx.h"
 #include "attention.h"
+#include "draw.h"
 #include "elementwise.h"
 #include "halves.h"
 #include "low_rank.h"
@@ -46,6 +47,8 @@ static const Kernel KERNELS[] = {
     {"scale", TYPED(ScaleArgs, scale), many_cells<ScaleArgs>, no_scratch},
     {"add_low_rank", TYPED(LowRankArgs, add_low_rank), many_cells<LowRankArgs>, no_scratch},
     {"argmax", PLAIN(ArgmaxArgs, argmax), many_cells<ArgmaxArgs>, no_scratch},
+    {"draw", PLAIN(DrawArgs, draw), many_cells<DrawArgs>, no_scratch},
+    {"thresholds", PLAIN(ThresholdsArgs, thresholds), many_cells<ThresholdsArgs>, no_scratch},
     {"rows", PLAIN(RowsArgs, take_rows), many_cells<RowsArgs>, no_scratch},
     {"quantised_linear", PLAIN(QuantisedArgs, quantised_linear),
      [](const void* args) { return is_long_product(*(const QuantisedArgs*)args); },

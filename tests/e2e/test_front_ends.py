@@ -175,6 +175,14 @@ def scrape(server):
     return {name: float(value) for name, value in re.findall(r"^(tailrace\S+) (\S+)$", text, re.MULTILINE)}
 
 
+def test_in_each_front_end_grpcs_poller_waits_for_its_turn_and_in_cores_nothing_does(server):
+    for pid, count in ((server.main, 1), (server.other, 1), (server.core, 0)):
+        policies = [os.sched_getscheduler(int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()]
+        assert policies.count(os.SCHED_BATCH) == count
+        assert os.sched_getscheduler(pid) == os.SCHED_OTHER
+
+
+
 def finished(server):
     return scrape(server).get('tailrace_requests_finished_total{reason="max_tokens"}', 0.0)
 

@@ -13,37 +13,15 @@ import triton.language as tl
 from kernels.gumbel import gumbel_noise as twin_noise
 from kernels.gumbel import hash_bits
 from kernels.reference import ReferenceOps
-from kernels.thresholds import Filters
 from kernels.thresholds import thresholds as twin_thresholds
 from kernels.triton_sampling import gumbel_noise
 from kernels.triton_thresholds import thresholds
 from tests.kernels.interpreted import AMPERE, cuda_ops, poisoned_outputs
+from tests.kernels.sampling_cases import FILTERS, LOGITS, filters_of, floats, random_keys
 from tests.model_runner.rows import kept_in_float64
 
 OPS, TWIN = cuda_ops(), ReferenceOps()
 VOCABULARIES = [1, 1000, 2051]
-
-
-def floats(*numbers: float) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
-def random_keys(rows: int) -> torch.Tensor:
-    return torch.randint(-(2**63), 2**63 - 1, (rows,))
-
-
-def filters_of(columns: list[tuple[int, float, float]]) -> Filters:
-    top_k, top_p, min_p = zip(*columns, strict=True)
-    return Filters(torch.tensor(top_k), floats(*top_p), floats(*min_p).log())
-
-
-FILTERS = [
-    *((top_k, 1.0, 0.0) for top_k in (1, 40, 1536, 1537, 9999)),
-    *((0, top_p, 0.0) for top_p in (1e-6, 0.3, 0.999)),
-    *((0, 1.0, min_p) for min_p in (0.0, 0.02, 1.0)),
-    *((top_k, top_p, min_p) for top_k in (3, 700) for top_p in (0.5, 0.95) for min_p in (1e-4, 0.2)),
-    (700, 0.999, 0.0),
-]
 
 
 # draws ----------------------------------------------------------------------------------------
@@ -136,30 +114,6 @@ def test_59_frequencies_pass_a_chi_squared_test():
 
 
 # thresholds -----------------------------------------------------------------------------------
-
-
-def with_minus_infinity(logits: torch.Tensor) -> torch.Tensor:
-    logits[:, ::3] = -torch.inf
-    return logits
-
-
-def with_one_far_above(logits: torch.Tensor) -> torch.Tensor:
-    """So far that of what top-p keeps some lies out of its reach."""
-    logits[:, 700] = 13.0
-    return logits
-
-
-LOGITS = {
-    "random": lambda size: torch.randn(size) * 3,
-    "flat": lambda size: torch.randn(size) * 0.01,
-    "huge": lambda size: torch.randn(size) * 1e30,
-    "ties around zero": lambda size: (
-        (torch.randn(size) * 2).round() / 2 * torch.tensor([1.0, -1.0]).repeat(size[1])[: size[1]]
-    ),
-    "equal": torch.zeros,
-    "one far above": lambda size: with_one_far_above(torch.randn(size) * 0.1),
-    "ruled out": lambda size: with_minus_infinity(torch.randn(size) * 3),
-}
 
 
 @pytest.mark.parametrize("kind", LOGITS)
