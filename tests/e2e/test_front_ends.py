@@ -182,7 +182,6 @@ def test_in_each_front_end_grpcs_poller_waits_for_its_turn_and_in_cores_nothing_
         assert os.sched_getscheduler(pid) == os.SCHED_OTHER
 
 
-
 def finished(server):
     return scrape(server).get('tailrace_requests_finished_total{reason="max_tokens"}', 0.0)
 
