@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.gumbel import hash_bits
+from kernels.gumbel import gumbel_noise, hash_bits
 from kernels.reference import ReferenceOps
 from tests.kernels.conftest import cpu_ops
 from tests.kernels.sampling_cases import FILTERS, LOGITS, filters_of, floats, random_keys
@@ -43,16 +43,16 @@ def test_tokens_are_those_of_the_twin(ops: CpuOps, vocab_size: int, filtered: bo
 
 
 def test_noise_is_the_twins_at_its_ends_too(ops: CpuOps):
-    """Between two tokens the noise decides; keys that hash to the smallest and largest numbers are sought."""
-    keys = random_keys(40_000)
+    """Two logits that differ by hardly more than their noise does; keys that hash to the extremes are sought."""
+    keys = random_keys(400_000)
     numbers = hash_bits(keys, 2).long() & 0xFFFFFFFF
     extreme = torch.cat([numbers[:, token].argsort(descending=end)[:40] for token in (0, 1) for end in (False, True)])
     keys = torch.cat([keys[extreme], keys[:400]])
-    logits, rows = torch.randn(len(keys), 2), torch.arange(len(keys))
-    ones = torch.ones(len(keys), dtype=torch.float64)
-    drawn = ops.draw(logits, rows, ones, None, keys)
-    assert drawn.equal(TWIN.draw(logits, rows, ones, None, keys))
-    assert 100 < int(drawn.sum()) < len(keys) - 100
+    first, second = gumbel_noise(keys, 2).unbind(1)
+    rows, ones = torch.arange(len(keys)), torch.ones(len(keys), dtype=torch.float64)
+    for token, margin in ((0, 2e-5), (1, -2e-5)):
+        logits = torch.stack([second - first + margin, torch.zeros(len(keys))], 1)
+        assert ops.draw(logits, rows, ones, None, keys).tolist() == [token] * len(keys)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -70,6 +70,7 @@ def test_a_row_draws_the_same_alone_and_with_any_number_of_threads(variant: str,
 def test_58_of_equal_logits_the_first_wins_and_nothing_is_drawn_from_nothing(ops: CpuOps):
     logits = torch.full((6, 3000), -torch.inf)
     logits[0, [5, 900, 2999]] = torch.inf
+    logits[1] = torch.randn(3000)
     logits[1, 2999] = torch.nan
     logits[2] = torch.nan
     logits[4, 1] = torch.inf
@@ -144,3 +145,9 @@ def test_54_what_is_not_a_number_ends_no_search(ops: CpuOps):
     logits = torch.randn(4, 300)
     logits[0, 5], logits[1], logits[2], logits[3, 9] = torch.nan, torch.nan, -torch.inf, torch.inf
     assert kept(ops, logits, [(299, 0.9, 0.01)] * 4).sum(1).tolist()[2:] == [0, 1]
+
+
+def test_54_where_one_is_infinite_the_largest_alone_are_kept(ops: CpuOps):
+    logits = torch.randn(3, 300)
+    logits[0, 7] = logits[1, [3, 200]] = logits[2, 299] = torch.inf
+    assert kept(ops, logits, [(0, 0.9, 0.0), (0, 0.5, 0.0), (5, 0.9, 0.0)]).equal(logits == torch.inf)
