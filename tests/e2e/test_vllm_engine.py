@@ -152,7 +152,8 @@ def test_a_deadline_reaches_the_core():
         call.cancel()
         return state.message.deadline
 
-    assert 0 < served(test, null_step_ms=1) <= 50
+    # On its way grpc rounds what is left up, of 50 s to a tenth of a second.
+    assert 0 < served(test, null_step_ms=1) <= 50.1
 
 
 def test_a_live_id_is_taken():
