@@ -54,7 +54,7 @@ _ARGUMENTS = {
     "scale": _fields(pointer="x", long="cells", float="factor", int="dtype"),
     "add_low_rank": _fields(pointer="x out a b tokens", long="count ins outs stride", int="rank dtype"),
     "argmax": _fields(pointer="x rows out", long="count size"),
-    "draw": _fields(pointer="logits rows temperatures limits keys out", long="count size"),
+    "draw": _fields(pointer="logits rows temperatures keys limits out", long="count size"),
     "thresholds": _fields(pointer="logits rows temperatures top_k top_p log_min_p out", long="count size"),
     "rows": _fields(pointer="table indices out", long="count bytes stride"),
     "quantised_linear": _fields(

@@ -72,10 +72,16 @@ class ReferenceSamplingOps:
         self, logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor, filters: Filters | None
     ) -> torch.Tensor:
         """[n, vocabulary] What the rows draw from: logits over the temperature; -inf where the filters keep nothing."""
-        scaled = logits.index_select(0, rows).div_(temperature.float()[:, None])
+        scaled = _scaled(logits, rows, temperature)
         if filters is not None:
-            scaled.masked_fill_(scaled < thresholds(scaled, filters)[:, None], -torch.inf)
+            scaled.masked_fill_(scaled < self.limits(logits, rows, temperature, filters)[:, None], -torch.inf)
         return scaled
+
+    def limits(
+        self, logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor, filters: Filters
+    ) -> torch.Tensor:
+        """[n] float32: of the rows' logits over the temperature the filters keep those that are at least this."""
+        return thresholds(_scaled(logits, rows, temperature), filters)
 
     def argmax(self, logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """[n] int32: the token with the largest logit of each row, or of all rows; of equal ones the first.
@@ -98,6 +104,10 @@ class ReferenceSamplingOps:
         """
         scaled = self.scale_and_filter(logits, rows, temperature, filters)
         return _found(*scaled.add_(gumbel_noise(keys, logits.shape[1])).max(-1))
+
+
+def _scaled(logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    return logits.index_select(0, rows).div_(temperature.float()[:, None])
 
 
 def _history(

@@ -126,17 +126,13 @@ class TritonSampling(ReferenceOps):
         filters: Filters | None,
         keys: torch.Tensor,
     ) -> torch.Tensor:
-        limits = None if filters is None else thresholds(logits, rows, temperature, filters)
+        limits = None if filters is None else self.limits(logits, rows, temperature, filters)
         return self._largest(logits, rows, temperature, limits, keys)
 
-    def scale_and_filter(
-        self, logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor, filters: Filters | None
+    def limits(
+        self, logits: torch.Tensor, rows: torch.Tensor, temperature: torch.Tensor, filters: Filters
     ) -> torch.Tensor:
-        scaled = super().scale_and_filter(logits, rows, temperature, None)
-        if filters is not None:
-            limits = thresholds(logits, rows, temperature, filters)
-            scaled.masked_fill_(scaled < limits[:, None], -torch.inf)
-        return scaled
+        return thresholds(logits, rows, temperature, filters)
 
     def _largest(
         self,

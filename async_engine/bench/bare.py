@@ -2,9 +2,8 @@
 
     python -m async_engine.bench.bare STAMPS_FILE STEP_MS
 
-Loop, environment, channel options, garbage collection and messages are the server's; grpc's poller is as grpc has
-it. Each handler waits for the tick
-of a step and writes a message that all share; there is no core, no request and no text.
+Loop, environment, channel options, garbage collection and messages are the server's; grpc's poller is as grpc has it.
+Each handler waits for the tick of a step and writes a message that all share; there is no core, no request and no text.
 """
 
 from __future__ import annotations

@@ -166,8 +166,7 @@ class VectorTile : public TileState<W> {
     const int low = lowest_key(query) - base, high = first_position_ + query - base;
     const float cap = args_.softcap, inverse_cap = 1.0f / cap;
     float* scores = &scratch_.scores[(size_t)m * partition_];
-    I lane;
-    for (int i = 0; i < W; i++) lane[i] = i;
+    const I lane = S::lanes();
     F maxima = S::fill(-INFINITE);
     for (int v = first_vector; v < end_vector; v++) {
       const I key = lane + v * W;

@@ -15,13 +15,13 @@ struct DrawArgs {
   const float* logits;         // rows of `size`, dense
   const int64_t* rows;         // [count]
   const double* temperatures;  // [count]
-  const float* limits;         // [count], of logits over the temperature; none keeps all
   const int64_t* keys;         // [count], two of 32 bits each
+  const float* limits;         // [count], of logits over the temperature; none keeps all
   int32_t* out;                // [count]
   int64_t count, size;
 
-  // Each takes as long as a dozen of what else is counted.
-  int64_t cells() const { return count * size * 12; }
+  // Each takes as long as a dozen of what else is counted; a row is one member's.
+  int64_t cells() const { return count > 1 ? count * size * 12 : 0; }
 };
 
 // The finalizer of MurmurHash3.
@@ -58,8 +58,7 @@ inline Simd<WIDTH>::F scaled_logits(const float* logits, int64_t i, int64_t size
 // The first of the largest; -1 where that is -inf or any logit is not a number.
 inline int32_t draw_row(const float* logits, int64_t size, float temperature, float limit, uint64_t key) {
   using S = Simd<WIDTH>;
-  S::I lane;
-  for (int i = 0; i < WIDTH; i++) lane[i] = i;
+  const S::I lane = S::lanes();
   S::F most = S::fill(-INFINITY);
   S::I token_ids = {}, strange = {};
   for (int64_t i = 0; i < size; i += WIDTH) {
@@ -96,7 +95,7 @@ struct ThresholdsArgs {
   float* out;                  // [count]
   int64_t count, size;
 
-  int64_t cells() const { return count * size * 4; }
+  int64_t cells() const { return count > 1 ? count * size * 4 : 0; }
 };
 
 // How far below the largest logit those are that are looked at first, and then, where these do not settle it.

@@ -74,6 +74,13 @@ struct Simd {
 
   static F fill(float x) { return F{} + x; }
 
+  // 0 to W - 1.
+  static I lanes() {
+    I lane;
+    for (int i = 0; i < W; i++) lane[i] = i;
+    return lane;
+  }
+
   static F load(const float* p) {
     F v;
     memcpy(&v, p, sizeof v);

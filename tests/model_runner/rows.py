@@ -163,3 +163,18 @@ def kept_in_float64(logits: np.ndarray, top_k: int, top_p: float, min_p: float) 
         first_of_value = {value: larger[index] for index, value in zip(order[::-1], wide[order[::-1]], strict=True)}
         kept &= np.array([first_of_value[value] for value in wide]) < top_p
     return kept
+
+
+def check_frequencies(drawn: list[int], weights: np.ndarray) -> int:
+    """A chi-squared test of draws against what they should be distributed like, up to a factor; its degrees of
+    freedom."""
+    expected = weights / weights.sum() * len(drawn)
+    counts = np.bincount(drawn, minlength=len(weights))
+    assert not counts[weights == 0].any()
+    cells = expected >= 5
+    statistic = ((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum()
+    freedom = int(cells.sum()) - 1
+    # Wilson and Hilferty's normal approximation of the chi-squared distribution, at one in ten thousand.
+    bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
+    assert statistic < bound
+    return freedom

@@ -14,7 +14,7 @@ from kernels.gumbel import gumbel_noise, hash_bits, uniforms
 from kernels.thresholds import Filters, thresholds
 from model_runner.row_keys import row_keys
 from protos.messages import Sampling
-from tests.model_runner.rows import VOCAB, Rows, edited_twin, kept_in_float64, logits_of, mask_of
+from tests.model_runner.rows import VOCAB, Rows, check_frequencies, edited_twin, kept_in_float64, logits_of, mask_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -214,19 +214,6 @@ def test_17_below_min_tokens_eos_and_stop_ids_are_never_sampled():
 
 
 # 59 -------------------------------------------------------------------------------------------
-
-
-def check_frequencies(drawn: list[int], weights: np.ndarray) -> None:
-    """A chi-squared test of draws against what they should be distributed like, up to a factor."""
-    expected = weights / weights.sum() * len(drawn)
-    counts = np.bincount(drawn, minlength=len(weights))
-    assert not counts[weights == 0].any()
-    cells = expected >= 5
-    statistic = ((counts[cells] - expected[cells]) ** 2 / expected[cells]).sum()
-    freedom = cells.sum() - 1
-    # Wilson and Hilferty's normal approximation of the chi-squared distribution, at one in ten thousand.
-    bound = freedom * (1 - 2 / (9 * freedom) + 3.72 * math.sqrt(2 / (9 * freedom))) ** 3
-    assert statistic < bound
 
 
 @pytest.mark.parametrize(
